@@ -1,0 +1,236 @@
+"""The Backend protocol: every operation the forward pass uses, with its shapes.
+
+Arrays and weights are opaque to the model; each backend brings its own. All activations are float32 [rows, columns]; an operation
+writes the output it is given and allocates nothing. Letters: T new tokens, H query heads, Hkv KV heads, G = H / Hkv, Dk and Dv head
+sizes of keys and values, P cells of a page.
+
+Three streams exist: COMPUTE, COPY_IN (tail to staging ring) and COPY_OUT (write-through). Operations run on COMPUTE in the order of
+the calls; copies run on the stream they name; `record` and `wait` order streams against each other. A backend may run everything at
+once (the host backend does) or later, but never in an order that record and wait forbid.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol
+
+import numpy as np
+
+from rollkv.config import Dtype, LayerConfig, RopeConfig
+
+
+class Stream(Enum):
+    COMPUTE = 0
+    COPY_IN = 1
+    COPY_OUT = 2
+
+
+@dataclass(frozen=True)
+class TensorData:
+    """One tensor of a model file: shape is (rows, columns), columns contiguous; a vector has shape (columns,)."""
+
+    name: str
+    qtype: str  # GGUF's name of the type: "F32", "Q4_K", ...
+    shape: tuple[int, ...]
+    raw: np.ndarray  # uint8 [bytes], a view of the memory map
+    file: str = ""
+
+
+class Array(Protocol):
+    """Device memory with a shape. `rows(n)` is the view of the first n rows."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> Dtype: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def rows(self, n: int) -> "Array": ...
+
+
+class Weight(Protocol):
+    """A matrix (or vector) of the model in whatever form the backend multiplies with."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class PageFormat:
+    """Bytes of one page of one layer: [K then V][Hkv][P][D], the same on the device, in the ring and in the tail."""
+
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    key_type: Dtype
+    value_type: Dtype
+    page_cells: int
+
+    @property
+    def key_bytes(self) -> int:
+        return self.num_kv_heads * self.page_cells * self.key_dim * _BYTES[self.key_type]
+
+    @property
+    def page_bytes(self) -> int:
+        return self.key_bytes + self.num_kv_heads * self.page_cells * self.value_dim * _BYTES[self.value_type]
+
+
+_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
+
+
+@dataclass(frozen=True)
+class PageRun:
+    """Pages first_page .. first_page + num_pages - 1 in the slots (first_slot + i) mod num_slots of one pool."""
+
+    pool: Array  # u8 [num_slots, page_bytes]
+    num_slots: int
+    first_slot: int
+    first_page: int
+    num_pages: int
+
+
+class Backend(Protocol):
+    """Raises DeviceError when the device fails, OutOfMemoryError when memory cannot be had."""
+
+    name: str
+
+    # -- memory ----------------------------------------------------------------------------------------------------------------
+    def empty(self, label: str, shape: tuple[int, ...], dtype: Dtype) -> Array:
+        """Device memory. Content is undefined (the host backend fills it with NaN). `label` names it in errors and accounts."""
+        ...
+
+    def upload(self, label: str, values: np.ndarray) -> Array:
+        """Device copy of a float32, int32 or uint8 array."""
+        ...
+
+    def write(self, array: Array, values: np.ndarray) -> None:
+        """Small host values into the start of `array`, ordered before later COMPUTE work."""
+        ...
+
+    def read(self, array: Array) -> np.ndarray:
+        """Host copy after all COMPUTE work so far. Synchronous."""
+        ...
+
+    def load_weight(self, tensor: TensorData) -> Weight:
+        """A matrix in multiplication form: quantised types stay quantised. Raises UnsupportedModelError for unknown types."""
+        ...
+
+    def load_vector(self, tensor: TensorData) -> Array:
+        """A norm weight or bias as f32 [columns]."""
+        ...
+
+    def host_pages(self, label: str, num_pages: int, page_bytes: int) -> Any:
+        """Tail memory for num_pages pages (pinned where the backend can)."""
+        ...
+
+    # -- order -----------------------------------------------------------------------------------------------------------------
+    def record(self, stream: Stream) -> Any:
+        """An event: the point reached by everything issued on `stream` so far."""
+        ...
+
+    def wait(self, stream: Stream, event: Any) -> None:
+        """Later work on `stream` starts after `event`."""
+        ...
+
+    def copy_in(self, run: PageRun, host: Any) -> None:
+        """COPY_IN: the run's pages from `host` (page index = position in `host`) into its slots."""
+        ...
+
+    def copy_out(self, run: PageRun, host: Any) -> None:
+        """COPY_OUT: the run's pages from their slots to `host`."""
+        ...
+
+    def copy_page(self, source: Array, source_slot: int, target: Array, target_slot: int) -> None:
+        """COMPUTE: one page from one pool to another on the device."""
+        ...
+
+    def synchronize(self) -> None: ...
+
+    def close(self) -> None:
+        """Frees everything; the backend is unusable afterwards. May be called twice."""
+        ...
+
+    # -- operations, all on COMPUTE --------------------------------------------------------------------------------------------
+    def embed(self, tokens: Array, table: Weight, scale: float, out: Array) -> None:
+        """out[t] = scale * table[tokens[t]]. tokens i32 [T]; table [vocab, hidden]; out f32 [T, hidden]."""
+        ...
+
+    def rms_norm(self, x: Array, weight: Array, eps: float, out: Array) -> None:
+        """out = x / sqrt(mean(x^2) + eps) * weight over the last axis of `weight`.
+        weight f32 [n]; x, out f32 [T, m*n]: every run of n columns is normalised by itself (m = 1, or heads for query/key norm).
+        out may be x."""
+        ...
+
+    def linear(self, x: Array, weight: Weight, out: Array, bias: Array | None = None) -> None:
+        """out = x weight^T + bias. x f32 [T, K]; weight [N, K]; out f32 [T, N]; bias f32 [N].
+        A row's bits for T <= 16 do not depend on T or on the other rows."""
+        ...
+
+    def rope_table(self, rope: RopeConfig, position: Array, out: Array) -> None:
+        """out[t] = (cos, sin) of (position[0] + t) * frequency, times the magnitude. position i32 [1]; out f32 [T, dim/2, 2]."""
+        ...
+
+    def rope(self, x: Array, num_heads: int, table: Array, rope: RopeConfig) -> None:
+        """Rotates the first rope.dim columns of every head in place. x f32 [T, num_heads*D]; table f32 [T, dim/2, 2]."""
+        ...
+
+    def append(self, k: Array, v: Array, position: Array, runs: tuple[PageRun, ...], page: PageFormat, first_position: int) -> None:
+        """Cells first_position + t of k f32 [T, Hkv*Dk] and v f32 [T, Hkv*Dv], rounded to the page's types, into the pages of `runs`,
+        which lie in order and cover all of them. position i32 [1] holds first_position on the device."""
+        ...
+
+    def attend_rows(
+        self,
+        q: Array,
+        position: Array,
+        run: PageRun,
+        base_page: int,
+        layer: LayerConfig,
+        page: PageFormat,
+        scale: float,
+        part_out: Array,
+        part_lse: Array,
+    ) -> None:
+        """Decode, T = 1: the partial state of every page of the run, stored at index (page - base_page) of the partials.
+        Visible cells end at position[0] and, with layer.sliding_window = W, begin at position[0] - W + 1; a page without a visible
+        cell gives (0, -inf). q f32 [1, H*Dk]; part_out f32 [pages, H, Dv] normalised; part_lse f32 [pages, H] natural logarithm."""
+        ...
+
+    def merge_rows(self, part_out: Array, part_lse: Array, num_parts: int, layer: LayerConfig, out: Array) -> None:
+        """Merges partial states 0 .. num_parts - 1 in index order. out f32 [1, H*Dv]."""
+        ...
+
+    def attend_tile(
+        self,
+        q: Array,
+        position: Array,
+        run: PageRun,
+        layer: LayerConfig,
+        page: PageFormat,
+        scale: float,
+        state: Array,
+        *,
+        first: bool,
+        last: bool,
+        out: Array,
+    ) -> None:
+        """Prefill, T > 1: walks the run's pages from old to new and carries the running state exactly from call to call; `first` starts
+        it, `last` writes out f32 [T, H*Dv]. Query t sees cells up to position[0] + t, and within layer.sliding_window if set.
+        state f32 [T, H*(Dv + 8)]: opaque, in a layout of the backend's own."""
+        ...
+
+    def glu(self, gate: Array, up: Array, activation: str, out: Array) -> None:
+        """out = activation(gate) * up. f32 [T, ffn]; out may be gate."""
+        ...
+
+    def add(self, x: Array, y: Array) -> None:
+        """x += y. f32 [T, n]."""
+        ...

@@ -1,0 +1,82 @@
+"""Frozen facts about a model and a run. Foreign names (GGUF keys) become these in gguf_file.py and nowhere else."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+DEFAULT_PAGE_CELLS = 256
+DEFAULT_UBATCH = 4096
+
+Dtype = Literal["f32", "f16", "bf16", "i32", "u8"]
+KvType = Literal["f32", "f16", "bf16"]
+DTYPE_BYTES: dict[str, int] = {"f32": 4, "f16": 2, "bf16": 2, "i32": 4, "u8": 1}
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding of one kind of layer."""
+
+    dim: int  # rotated dimensions of a head, from its first; even
+    style: Literal["interleaved", "halves"]  # pairs (2i, 2i+1), or (i, i + dim/2)
+    theta: float = 10000.0
+    scaling: Literal["none", "linear", "yarn"] = "none"
+    factor: float = 1.0
+    original_context: int = 0  # yarn: the length the model was trained for
+    attention_factor: float = 1.0  # yarn: multiplies the default magnitude correction
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    frequency_factors: tuple[float, ...] | None = None  # dim/2 divisors of the frequencies (llama-3 style)
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """Attention geometry of one layer."""
+
+    num_heads: int
+    num_kv_heads: int
+    key_dim: int  # head_dim of queries and keys
+    value_dim: int  # head_dim of values
+    rope: RopeConfig
+    sliding_window: int | None = None  # the model's own mask: visible cells, the query's own included
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.num_heads // self.num_kv_heads
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Everything the forward pass needs to know besides the weights."""
+
+    architecture: str
+    hidden_size: int
+    ffn_size: int
+    vocab_size: int
+    context_length: int  # the length the model was trained for
+    rms_norm_eps: float
+    layers: tuple[LayerConfig, ...]
+    attention_scale: float  # multiplies q . k
+    activation: Literal["silu", "gelu_tanh"]
+    embedding_scale: float = 1.0
+    qk_norm: bool = False
+    attention_bias: bool = False  # attn_q, attn_k, attn_v carry a bias (also looked up tensor by tensor)
+    post_norms: bool = False  # post_attention_norm and post_ffw_norm before the residual additions
+    tied_output: bool = False  # the output matrix is token_embd
+    name: str = ""
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the next token is chosen. temperature 0 is greedy."""
+
+    temperature: float = 0.0
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repeat_penalty: float = 1.0
+    repeat_last: int = 64
+    seed: int = 0

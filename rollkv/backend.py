@@ -15,7 +15,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rollkv.config import Dtype, LayerConfig, RopeConfig
+from rollkv.config import Dtype, LayerConfig, PageFormat, RopeConfig
+from rollkv.gguf_file import TensorData
 
 
 class Stream(Enum):
@@ -24,19 +25,8 @@ class Stream(Enum):
     COPY_OUT = 2
 
 
-@dataclass(frozen=True)
-class TensorData:
-    """One tensor of a model file: shape is (rows, columns), columns contiguous; a vector has shape (columns,)."""
-
-    name: str
-    qtype: str  # GGUF's name of the type: "F32", "Q4_K", ...
-    shape: tuple[int, ...]
-    raw: np.ndarray  # uint8 [bytes], a view of the memory map
-    file: str = ""
-
-
 class Array(Protocol):
-    """Device memory with a shape. `rows(n)` is the view of the first n rows."""
+    """Device memory with a shape. `rows(n, start)`: n rows from row `start` on; `view(shape)`: the first elements in another shape."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -47,7 +37,9 @@ class Array(Protocol):
     @property
     def nbytes(self) -> int: ...
 
-    def rows(self, n: int) -> "Array": ...
+    def rows(self, n: int, start: int = 0) -> "Array": ...
+
+    def view(self, shape: tuple[int, ...]) -> "Array": ...
 
 
 class Weight(Protocol):
@@ -64,29 +56,6 @@ class Weight(Protocol):
 
 
 @dataclass(frozen=True)
-class PageFormat:
-    """Bytes of one page of one layer: [K then V][Hkv][P][D], the same on the device, in the ring and in the tail."""
-
-    num_kv_heads: int
-    key_dim: int
-    value_dim: int
-    key_type: Dtype
-    value_type: Dtype
-    page_cells: int
-
-    @property
-    def key_bytes(self) -> int:
-        return self.num_kv_heads * self.page_cells * self.key_dim * _BYTES[self.key_type]
-
-    @property
-    def page_bytes(self) -> int:
-        return self.key_bytes + self.num_kv_heads * self.page_cells * self.value_dim * _BYTES[self.value_type]
-
-
-_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
-
-
-@dataclass(frozen=True)
 class PageRun:
     """Pages first_page .. first_page + num_pages - 1 in the slots (first_slot + i) mod num_slots of one pool."""
 
@@ -100,9 +69,15 @@ class PageRun:
 class Backend(Protocol):
     """Raises DeviceError when the device fails, OutOfMemoryError when memory cannot be had."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     # -- memory ----------------------------------------------------------------------------------------------------------------
+    def reserve(self, num_bytes: int) -> None:
+        """Takes num_bytes of device memory at once; `empty`, `upload` and the weights live in it from then on.
+        So use is flat after loading, and what the plan says is what is taken."""
+        ...
+
     def empty(self, label: str, shape: tuple[int, ...], dtype: Dtype) -> Array:
         """Device memory. Content is undefined (the host backend fills it with NaN). `label` names it in errors and accounts."""
         ...

@@ -70,6 +70,42 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
+class PageFormat:
+    """One page of one layer: [K then V][Hkv][P][D], the same bytes in the window, in the staging ring and in the tail."""
+
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    key_type: KvType
+    value_type: KvType
+    page_cells: int
+
+    @property
+    def key_bytes(self) -> int:
+        return self.num_kv_heads * self.page_cells * self.key_dim * DTYPE_BYTES[self.key_type]
+
+    @property
+    def page_bytes(self) -> int:
+        return self.key_bytes + self.num_kv_heads * self.page_cells * self.value_dim * DTYPE_BYTES[self.value_type]
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """What the user asks of the KV cache."""
+
+    ctx_size: int  # cells of the whole context
+    page_cells: int = DEFAULT_PAGE_CELLS
+    key_type: KvType = "f16"
+    value_type: KvType = "f16"
+    ubatch: int = DEFAULT_UBATCH
+    residency: Literal["auto", "full", "window"] = "auto"
+    window_cells: int | None = None  # None: as large as the cap allows
+
+    def page_format(self, layer: LayerConfig) -> PageFormat:
+        return PageFormat(layer.num_kv_heads, layer.key_dim, layer.value_dim, self.key_type, self.value_type, self.page_cells)
+
+
+@dataclass(frozen=True)
 class SamplingParams:
     """How the next token is chosen. temperature 0 is greedy."""
 

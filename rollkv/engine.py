@@ -1,0 +1,314 @@
+"""Load a model; prefill; decode step by step. Knows token ids and no text."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from rollkv.backend import Array, Backend
+from rollkv.budget import SLACK_BYTES, Budget, DeviceOverhead, check_host_tail, plan_budget
+from rollkv.config import CacheConfig, ModelConfig, SamplingParams
+from rollkv.cuda.backend import CudaBackend
+from rollkv.errors import CheckFailed, DeviceError, OutOfMemoryError, UsageError
+from rollkv.gguf_file import GgufFile, open_gguf
+from rollkv.host_backend import HostBackend
+from rollkv.host_memory import host_memory
+from rollkv.kv_cache import KVCache
+from rollkv.model.forward import forward, logits
+from rollkv.model.step import Model
+from rollkv.model_config import model_config
+from rollkv.quants import device_bytes
+from rollkv.sampling import Sampler
+from rollkv.units import format_size
+from rollkv.weights import load_weights, used_tensors
+from rollkv.workspace import MAX_FEW_ROWS, linear_scratch, ropes_of, workspace_arrays
+
+BackendName = Literal["auto", "cuda", "host"]
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What a run did so far. Rates are None where nothing was measured."""
+
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    ttft_seconds: float | None = None
+    window_cells: int = 0
+    tail_cells: int = 0
+    link_bytes: int = 0  # copied in while decoding
+    peak_device_bytes: int | None = None
+    cap_bytes: int | None = None
+    stop_reason: Literal["length", "stop_token"] | None = None
+    stop_token: int | None = None
+
+    @property
+    def prefill_rate(self) -> float | None:
+        """Prompt tokens a second (pp)."""
+        return self.prompt_tokens / self.prefill_seconds if self.prefill_seconds > 0 else None
+
+    @property
+    def decode_steps(self) -> int:
+        """Forward passes of one token: the first new token comes from the prompt's own pass."""
+        return max(self.generated_tokens - 1, 0)
+
+    @property
+    def decode_rate(self) -> float | None:
+        """New tokens a second (tg)."""
+        return self.decode_steps / self.decode_seconds if self.decode_seconds > 0 and self.decode_steps else None
+
+    @property
+    def link_gbps(self) -> float | None:
+        """Tail bytes a second while decoding, in 1e9 bytes."""
+        return self.link_bytes / self.decode_seconds / 1e9 if self.decode_seconds > 0 and self.link_bytes else None
+
+
+class Engine:
+    """One model, one sequence. Everything on the device is allocated by the time the constructor returns."""
+
+    def __init__(self, backend: Backend, file: GgufFile, config: ModelConfig, cache: CacheConfig, budget: Budget, on_load: Progress | None) -> None:
+        self.backend = backend
+        self.config = config
+        self.cache_config = cache
+        self.budget = budget
+        self.stats = Stats(cap_bytes=budget.cap_bytes)
+        self._position = 0
+        self._cache = KVCache(backend, config, cache, budget)
+        workspace = {name: backend.empty(name, spec.shape, spec.dtype) for name, spec in workspace_arrays(config, cache).items()}
+        weights = load_weights(backend, config, file.tensors, on_load)
+        self._model = Model(backend, config, weights, self._cache, workspace, ropes_of(config))
+
+    @property
+    def backend_name(self) -> str:
+        return self.backend.name
+
+    @property
+    def position(self) -> int:
+        """Cells cached so far."""
+        return self._position
+
+    @property
+    def copied_bytes(self) -> tuple[int, int]:
+        """(tail to device, device to tail) since loading."""
+        return self._cache.copied_in_bytes, self._cache.copied_out_bytes
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Frees everything on the device and all pinned memory. May be called twice."""
+        self.backend.close()
+
+    # -- steps -----------------------------------------------------------------------------------------------------------------
+    def reset(self) -> None:
+        """Forgets the sequence; memory stays."""
+        self._position = 0
+
+    def prefill(self, tokens: Sequence[int], on_progress: Progress | None = None) -> np.ndarray:
+        """Appends tokens; returns the logits behind the last one, float32 [vocab]. on_progress(tokens done, all tokens)."""
+        ids = self._checked(tokens)
+        hidden: Array | None = None
+        for begin, part in self._ubatches(ids):
+            hidden = self._forward(part)
+            if on_progress is not None:
+                self.backend.synchronize()
+                on_progress(begin + len(part), len(ids))
+        assert hidden is not None
+        return self._row(hidden.rows(1, hidden.shape[0] - 1), ids)
+
+    def decode(self, token: int) -> np.ndarray:
+        """Appends one token; returns the logits behind it, float32 [vocab]."""
+        ids = self._checked([token])
+        return self._row(self._forward(ids), ids)
+
+    def logit_rows(self, tokens: Sequence[int]) -> Iterator[np.ndarray]:
+        """Appends tokens; yields the logits behind each of them in slices of at most 16 rows, float32 [rows, vocab]."""
+        ids = self._checked(tokens)
+        for _, part in self._ubatches(ids):
+            hidden = self._forward(part)
+            for start in range(0, len(part), MAX_FEW_ROWS):
+                rows = min(MAX_FEW_ROWS, len(part) - start)
+                yield self.backend.read(logits(self._model, hidden.rows(rows, start)))
+
+    def logits(self, tokens: Sequence[int]) -> np.ndarray:
+        """Logits behind every token of a fresh sequence, float32 [N, vocab]. Takes N * vocab * 4 bytes; see logit_rows."""
+        self.reset()
+        return np.concatenate(list(self.logit_rows(tokens)))
+
+    def generate_ids(
+        self,
+        prompt_ids: Sequence[int],
+        num_tokens: int,
+        sampling: SamplingParams | None = None,
+        stop_ids: frozenset[int] = frozenset(),
+        on_progress: Progress | None = None,
+    ) -> Iterator[int]:
+        """Yields up to num_tokens new ids of a fresh sequence; a stop id ends it and is not yielded. `stats` follows along.
+
+        Raises UsageError when prompt and new tokens do not fit the context, CheckFailed on logits that are not finite.
+        """
+        if len(prompt_ids) + num_tokens > self.cache_config.ctx_size:
+            raise UsageError(
+                f"a prompt of {len(prompt_ids)} tokens and {num_tokens} new ones exceed the context of {self.cache_config.ctx_size} cells; "
+                "raise --ctx-size or lower --n-predict"
+            )
+        sampler, history = Sampler(sampling or SamplingParams()), list(prompt_ids)
+        self.reset()
+        start = time.perf_counter()
+        row = self.prefill(prompt_ids, on_progress)
+        prefilled = time.perf_counter()
+        copied = self._cache.copied_in_bytes
+        self.stats = Stats(
+            prompt_tokens=len(prompt_ids), prefill_seconds=prefilled - start, cap_bytes=self.budget.cap_bytes, **self._occupancy()
+        )
+        for count in range(1, num_tokens + 1):
+            token = sampler.sample(row, history)
+            now = time.perf_counter()
+            self.stats = replace(
+                self.stats,
+                ttft_seconds=self.stats.ttft_seconds or now - start,
+                generated_tokens=count,
+                decode_seconds=now - prefilled if count > 1 else 0.0,
+                link_bytes=self._cache.copied_in_bytes - copied,
+                **self._occupancy(),
+            )
+            if token in stop_ids:
+                self.stats = replace(self.stats, stop_reason="stop_token", stop_token=token)
+                return
+            if count == num_tokens:
+                self.stats = replace(self.stats, stop_reason="length")
+            history.append(token)
+            yield token
+            if count < num_tokens:
+                row = self.decode(token)
+
+    # -- inside ----------------------------------------------------------------------------------------------------------------
+    def _checked(self, tokens: Sequence[int]) -> np.ndarray:
+        ids = np.asarray(tokens, dtype=np.int64)
+        if ids.size == 0:
+            raise UsageError("the prompt has no tokens; give at least one")
+        wrong = ids[(ids < 0) | (ids >= self.config.vocab_size)]
+        if wrong.size:
+            raise UsageError(f"token id {wrong[0]} is outside the vocabulary of {self.config.vocab_size}; give ids from 0 on")
+        if self._position + ids.size > self.cache_config.ctx_size:
+            raise UsageError(
+                f"{self._position} cached cells and {ids.size} more exceed the context of {self.cache_config.ctx_size}; raise --ctx-size"
+            )
+        return ids.astype(np.int32)
+
+    def _ubatches(self, ids: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+        for begin in range(0, len(ids), self.cache_config.ubatch):
+            yield begin, ids[begin : begin + self.cache_config.ubatch]
+
+    def _forward(self, ids: np.ndarray) -> Array:
+        hidden = forward(self._model, ids, self._position)
+        self._position += len(ids)
+        return hidden
+
+    def _row(self, hidden: Array, ids: np.ndarray) -> np.ndarray:
+        row: np.ndarray = self.backend.read(logits(self._model, hidden))[0]
+        if not np.isfinite(row).all():
+            self._explain(ids[-self.cache_config.ubatch :])
+        return row
+
+    def _explain(self, ids: np.ndarray) -> None:
+        """Repeats the last step layer by layer and raises CheckFailed naming the first layer whose rows are not finite."""
+        position = self._position - len(ids)
+
+        def check(index: int, hidden: Array) -> None:
+            if not np.isfinite(self.backend.read(hidden)).all():
+                raise CheckFailed(f"values are not finite behind layer {index} in the step of cells {position} to {self._position - 1}; {advice}")
+
+        advice = "the file may be damaged, or a 16-bit KV type too narrow for it: try --cache-type-k f32 --cache-type-v f32"
+        forward(self._model, ids, position, check)
+        raise CheckFailed(f"logits are not finite in the step of cells {position} to {self._position - 1}: output norm or output matrix; {advice}")
+
+    def _occupancy(self) -> dict[str, int]:
+        tail_pages = max(-(-self._position // self.budget.page_cells) - self.budget.window_pages, 0)
+        tail = tail_pages * self.budget.page_cells
+        return {"window_cells": self._position - tail, "tail_cells": tail}
+
+
+def plan(path: str | Path, cache: CacheConfig, *, vram_target: int | None = None, overhead: DeviceOverhead | None = None) -> Budget:
+    """The budget of a run from the header alone; touches no device. Raises what loading would raise."""
+    with open_gguf(path) as file:
+        return _budget(file, model_config(file), cache, vram_target, overhead)
+
+
+def load(
+    path: str | Path,
+    cache: CacheConfig,
+    *,
+    vram_target: int | None = None,
+    backend: BackendName = "auto",
+    device: int = 0,
+    warn: Callable[[str], None] = lambda message: None,
+    on_load: Progress | None = None,
+) -> Engine:
+    """Opens a model and allocates everything; refuses before the weights load whatever would not fit.
+
+    vram_target: bytes this process may hold on the device, context included; None: what is free. `warn` takes one-line messages.
+    Raises ModelFileError, UnsupportedModelError, OutOfMemoryError, DeviceError, UsageError.
+    """
+    with open_gguf(path) as file:
+        config = model_config(file)
+        if cache.ctx_size > config.context_length:
+            warn(f"the context of {cache.ctx_size} cells is longer than the {config.context_length} that {config.name or path} was trained for")
+        machine = _open_backend(backend, device, warn)
+        try:
+            return load_on(machine, file, config, cache, vram_target, on_load)
+        except BaseException:
+            machine.close()
+            raise
+
+
+def load_on(
+    machine: Backend,
+    file: GgufFile,
+    config: ModelConfig,
+    cache: CacheConfig,
+    vram_target: int | None = None,
+    on_load: Progress | None = None,
+) -> Engine:
+    """As load, on an open file and a backend of the caller's, which stays open if this fails."""
+    limit = vram_target
+    if isinstance(machine, CudaBackend):
+        overhead = DeviceOverhead(machine.context_bytes, machine.modules_bytes, measured=True)
+        available = machine.free_bytes() + machine.context_bytes
+        limit = vram_target or available - SLACK_BYTES
+    else:
+        overhead = DeviceOverhead()
+    budget = _budget(file, config, cache, limit, overhead)
+    if isinstance(machine, CudaBackend) and budget.total_bytes > available:
+        raise OutOfMemoryError(
+            f"the run needs {format_size(budget.total_bytes)} on the device, but {format_size(available)} of it can be had now; "
+            "free device memory, or lower --vram-target"
+        )
+    check_host_tail(budget, host_memory())
+    machine.reserve(budget.arena_bytes)
+    return Engine(machine, file, config, cache, budget, on_load)
+
+
+def _open_backend(name: BackendName, device: int, warn: Callable[[str], None]) -> Backend:
+    if name == "host":
+        return HostBackend()
+    try:
+        return CudaBackend(device, warn=warn)
+    except DeviceError as error:
+        if name == "cuda":
+            raise
+        warn(f"NO USABLE GPU ({error}): running the NumPy reference backend on the CPU, which is slow; --backend host says so without this warning")
+        return HostBackend()
+
+
+def _budget(file: GgufFile, config: ModelConfig, cache: CacheConfig, cap: int | None, overhead: DeviceOverhead | None) -> Budget:
+    weights = {tensor.name: device_bytes(tensor.qtype, tensor.shape) for tensor in used_tensors(config, file.tensors)}
+    return plan_budget(config, cache, weights, linear_scratch(config, cache), cap_bytes=cap, overhead=overhead)

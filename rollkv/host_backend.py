@@ -1,0 +1,271 @@
+"""Backend over reference.py: NumPy, no GPU. Weights are dequantised once; pages, slots and copies are the real thing.
+
+Compute runs at once. Copies run at once too (order="eager"), or as late as record and wait allow (order="late"): tests run both, so
+that a missing wait shows as NaN or as stale cells.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Literal
+
+import numpy as np
+
+from rollkv import reference
+from rollkv.backend import PageRun, Stream
+from rollkv.config import Dtype, LayerConfig, PageFormat, RopeConfig
+from rollkv.gguf_file import TensorData
+from rollkv.quants import dequantise
+
+
+@dataclass(frozen=True)
+class HostArray:
+    """A NumPy array under the Array protocol."""
+
+    values: np.ndarray
+    dtype: Dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes
+
+    def rows(self, n: int, start: int = 0) -> "HostArray":
+        return HostArray(self.values[start : start + n], self.dtype)
+
+    def view(self, shape: tuple[int, ...]) -> "HostArray":
+        return HostArray(self.values.reshape(-1)[: prod(shape)].reshape(shape), self.dtype)
+
+
+@dataclass(frozen=True)
+class HostWeight:
+    """A dequantised matrix."""
+
+    name: str
+    values: np.ndarray
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes
+
+
+@dataclass(frozen=True)
+class HostEvent:
+    """Everything issued on `stream` before position `index`."""
+
+    stream: Stream
+    index: int
+
+
+class HostBackend:
+    """See the module. precision np.float64 makes it the oracle; pages hold their own types either way."""
+
+    name = "host"
+
+    def __init__(self, *, precision: type = np.float32, order: Literal["eager", "late"] = "eager") -> None:
+        self._precision = np.dtype(precision)
+        self._order = order
+        self._queues: dict[Stream, deque[Callable[[], None]]] = {stream: deque() for stream in Stream}
+        self._issued = dict.fromkeys(Stream, 0)
+        self._done = dict.fromkeys(Stream, 0)
+
+    # -- memory ----------------------------------------------------------------------------------------------------------------
+    def reserve(self, num_bytes: int) -> None:
+        """NumPy allocates array by array."""
+
+    def empty(self, label: str, shape: tuple[int, ...], dtype: Dtype) -> HostArray:
+        if dtype == "f32":
+            return HostArray(np.full(shape, np.nan, self._precision), dtype)
+        if dtype == "u8":
+            return HostArray(np.full(shape, 0xFF, np.uint8), dtype)  # NaN in every page type
+        return HostArray(np.full(shape, -1, np.int32), dtype)
+
+    def upload(self, label: str, values: np.ndarray) -> HostArray:
+        kind: Dtype = "i32" if values.dtype == np.int32 else "u8" if values.dtype == np.uint8 else "f32"
+        return HostArray(values.astype(self._precision) if kind == "f32" else values.copy(), kind)
+
+    def write(self, array: HostArray, values: np.ndarray) -> None:
+        array.values.reshape(-1)[: values.size] = values.reshape(-1)
+
+    def read(self, array: HostArray) -> np.ndarray:
+        return array.values.copy()
+
+    def load_weight(self, tensor: TensorData) -> HostWeight:
+        values = dequantise(tensor.qtype, tensor.raw, tensor.shape)
+        return HostWeight(tensor.name, np.array(values, self._precision))  # a copy: the file is closed after loading
+
+    def load_vector(self, tensor: TensorData) -> HostArray:
+        return self.upload(tensor.name, dequantise(tensor.qtype, tensor.raw, tensor.shape).reshape(-1))
+
+    def host_pages(self, label: str, num_pages: int, page_bytes: int) -> np.ndarray:
+        return np.full((num_pages, page_bytes), 0xFF, np.uint8)
+
+    # -- order -----------------------------------------------------------------------------------------------------------------
+    def record(self, stream: Stream) -> HostEvent:
+        return HostEvent(stream, self._issued[stream])
+
+    def wait(self, stream: Stream, event: HostEvent) -> None:
+        if stream is Stream.COMPUTE:
+            self._drain(event.stream, event.index)
+        else:
+            self._issue(stream, lambda: self._drain(event.stream, event.index))
+
+    def copy_in(self, run: PageRun, host: np.ndarray) -> None:
+        def copy() -> None:
+            for index in range(run.num_pages):
+                run.pool.values[(run.first_slot + index) % run.num_slots] = host[run.first_page + index]  # type: ignore[attr-defined]
+
+        self._issue(Stream.COPY_IN, copy)
+
+    def copy_out(self, run: PageRun, host: np.ndarray) -> None:
+        def copy() -> None:
+            for index in range(run.num_pages):
+                host[run.first_page + index] = run.pool.values[(run.first_slot + index) % run.num_slots]  # type: ignore[attr-defined]
+
+        self._issue(Stream.COPY_OUT, copy)
+
+    def copy_page(self, source: HostArray, source_slot: int, target: HostArray, target_slot: int) -> None:
+        target.values[target_slot] = source.values[source_slot]
+
+    def synchronize(self) -> None:
+        for stream in Stream:
+            self._drain(stream, self._issued[stream])
+
+    def close(self) -> None:
+        for queue in self._queues.values():
+            queue.clear()
+
+    def _issue(self, stream: Stream, work: Callable[[], None]) -> None:
+        self._queues[stream].append(work)
+        self._issued[stream] += 1
+        if self._order == "eager":
+            self._drain(stream, self._issued[stream])
+
+    def _drain(self, stream: Stream, index: int) -> None:
+        while self._done[stream] < index and self._queues[stream]:
+            self._done[stream] += 1
+            self._queues[stream].popleft()()
+
+    # -- operations ------------------------------------------------------------------------------------------------------------
+    def embed(self, tokens: HostArray, table: HostWeight, scale: float, out: HostArray) -> None:
+        out.values[...] = table.values[tokens.values] * self._precision.type(scale)
+
+    def rms_norm(self, x: HostArray, weight: HostArray, eps: float, out: HostArray) -> None:
+        out.values[...] = reference.rms_norm(x.values, weight.values, eps)
+
+    def linear(self, x: HostArray, weight: HostWeight, out: HostArray, bias: HostArray | None = None) -> None:
+        out.values[...] = reference.linear(x.values, weight.values, None if bias is None else bias.values)
+
+    def rope_table(self, rope: RopeConfig, position: HostArray, out: HostArray) -> None:
+        out.values[...] = reference.rope_table(rope, int(position.values[0]), out.shape[0])
+
+    def rope(self, x: HostArray, num_heads: int, table: HostArray, rope: RopeConfig) -> None:
+        x.values[...] = reference.rope(x.values, num_heads, table.values, rope.style)
+
+    def append(
+        self, k: HostArray, v: HostArray, position: HostArray, runs: tuple[PageRun, ...], page: PageFormat, first_position: int
+    ) -> None:
+        keys = k.values.reshape(k.shape[0], page.num_kv_heads, page.key_dim)
+        values = v.values.reshape(v.shape[0], page.num_kv_heads, page.value_dim)
+        done = 0
+        for run in runs:
+            for index in range(run.num_pages):
+                cell = (first_position + done) % page.page_cells
+                count = min(page.page_cells - cell, k.shape[0] - done)
+                raw = run.pool.values[(run.first_slot + index) % run.num_slots]  # type: ignore[attr-defined]
+                slot_keys, slot_values = _page_views(raw, page)
+                slot_keys[:, cell : cell + count] = _encode(keys[done : done + count], page.key_type).swapaxes(0, 1)
+                slot_values[:, cell : cell + count] = _encode(values[done : done + count], page.value_type).swapaxes(0, 1)
+                done += count
+
+    def attend_rows(
+        self,
+        q: HostArray,
+        position: HostArray,
+        run: PageRun,
+        base_page: int,
+        layer: LayerConfig,
+        page: PageFormat,
+        scale: float,
+        part_out: HostArray,
+        part_lse: HostArray,
+    ) -> None:
+        for number, (out, total, maximum) in self._page_parts(q, position, run, layer, page, scale):
+            empty = total[0] == 0
+            with np.errstate(divide="ignore"):
+                part_lse.values[number - base_page] = np.where(empty, -np.inf, maximum[0] + np.log(total[0]))
+            part_out.values[number - base_page] = out[0] / np.where(empty, 1, total[0])[:, None]
+
+    def merge_rows(self, part_out: HostArray, part_lse: HostArray, num_parts: int, layer: LayerConfig, out: HostArray) -> None:
+        merged, _ = reference.merge_states(part_out.values[:num_parts], part_lse.values[:num_parts])
+        out.values[...] = merged.reshape(1, -1)
+
+    def attend_tile(
+        self,
+        q: HostArray,
+        position: HostArray,
+        run: PageRun,
+        layer: LayerConfig,
+        page: PageFormat,
+        scale: float,
+        state: HostArray,
+        *,
+        first: bool,
+        last: bool,
+        out: HostArray,
+    ) -> None:
+        saved = state.values.reshape(q.shape[0], layer.num_heads, -1)
+        walk_out, walk_sum, walk_max = saved[..., : layer.value_dim], saved[..., layer.value_dim], saved[..., layer.value_dim + 1]
+        if first:
+            walk_out[...], walk_sum[...], walk_max[...] = 0, 0, -np.inf
+        running = (walk_out, walk_sum, walk_max)
+        for _, part in self._page_parts(q, position, run, layer, page, scale):
+            running = reference.advance_state(running, part)
+        walk_out[...], walk_sum[...], walk_max[...] = running
+        if last:
+            out.values[...] = (walk_out / np.where(walk_sum > 0, walk_sum, 1)[..., None]).reshape(q.shape[0], -1)
+
+    def _page_parts(
+        self, q: HostArray, position: HostArray, run: PageRun, layer: LayerConfig, page: PageFormat, scale: float
+    ) -> Any:
+        queries = q.values.reshape(q.shape[0], layer.num_heads, layer.key_dim)
+        for index in range(run.num_pages):
+            number = run.first_page + index
+            raw = run.pool.values[(run.first_slot + index) % run.num_slots]  # type: ignore[attr-defined]
+            keys, values = (_decode(x, t) for x, t in zip(_page_views(raw, page), (page.key_type, page.value_type), strict=True))
+            seen = reference.visible_cells(
+                int(position.values[0]), q.shape[0], number * page.page_cells, page.page_cells, layer.sliding_window
+            )
+            yield number, reference.attend_page(queries, keys, values, seen, scale)
+
+    def glu(self, gate: HostArray, up: HostArray, activation: str, out: HostArray) -> None:
+        out.values[...] = reference.glu(gate.values, up.values, activation)
+
+    def add(self, x: HostArray, y: HostArray) -> None:
+        x.values[...] += y.values
+
+
+_STORED = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16}
+
+
+def _page_views(raw: np.ndarray, page: PageFormat) -> tuple[np.ndarray, np.ndarray]:
+    """(keys [Hkv, P, Dk], values [Hkv, P, Dv]) in their stored types, views of one page's bytes."""
+    shape = (page.num_kv_heads, page.page_cells)
+    keys = raw[: page.key_bytes].view(_STORED[page.key_type]).reshape(*shape, page.key_dim)
+    return keys, raw[page.key_bytes :].view(_STORED[page.value_type]).reshape(*shape, page.value_dim)
+
+
+def _encode(x: np.ndarray, kind: Dtype) -> np.ndarray:
+    return reference.to_bf16_bits(x) if kind == "bf16" else x.astype(_STORED[kind])
+
+
+def _decode(x: np.ndarray, kind: Dtype) -> np.ndarray:
+    return reference.from_bf16_bits(x) if kind == "bf16" else x

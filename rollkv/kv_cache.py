@@ -1,0 +1,169 @@
+"""The KV cache: device pools, the host tail, and the order of everything that touches them.
+
+`begin_step` plans a step; for every layer the model then calls `append` and goes through `walk`. Streams and the three orderings of
+stream_plan.py are kept here and only here:
+  written before copied    copies of a layer's tail wait for `_written[layer]`, recorded behind its last write-through
+  copied before read       `walk` waits for a piece's copy before it hands the piece out
+  read before reused       a slot's next copy waits for the event recorded when the walk moved past the piece
+A window slot is overwritten only after the write-through of the page it held (again `_written[layer]`), a fresh pool only after the
+write-through of the layer that used it before.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from rollkv.backend import Array, Backend, PageRun, Stream
+from rollkv.budget import Budget
+from rollkv.config import CacheConfig, LayerConfig, ModelConfig, PageFormat
+from rollkv.pages import FullLayout, Place, Segment, SlidingLayout, StepPages, sliding_ring_pages
+from rollkv.stream_plan import Piece, plan_pieces
+
+
+@dataclass(frozen=True)
+class _Pool:
+    """Slots of one layer's window (or of a shared ring)."""
+
+    array: Array  # u8 [num_slots, page_bytes]
+    num_slots: int
+
+    def run(self, first_slot: int, first_page: int, num_pages: int) -> PageRun:
+        return PageRun(self.array, self.num_slots, first_slot % self.num_slots, first_page, num_pages)
+
+
+class KVCache:
+    """KV of every layer of one sequence. Cells are appended in order; nothing is ever dropped."""
+
+    def __init__(self, backend: Backend, config: ModelConfig, cache: CacheConfig, budget: Budget) -> None:
+        self._backend = backend
+        self._config = config
+        self.formats: tuple[PageFormat, ...] = tuple(cache.page_format(layer) for layer in config.layers)
+        self._layouts = tuple(_layout(layer, cache, budget) for layer in config.layers)
+        self._full = [index for index, layout in enumerate(self._layouts) if isinstance(layout, FullLayout)]
+        self._turn = {layer: number % 2 for number, layer in enumerate(self._full)}  # which fresh pool a layer uses
+        self._windows = tuple(
+            _pool(backend, f"resident window, layer {index}", _slots(layout), page.page_bytes)
+            for index, (layout, page) in enumerate(zip(self._layouts, self.formats, strict=True))
+        )
+        self._ring_shape = budget.ring
+        largest = max((self.formats[index].page_bytes for index in self._full), default=0)
+        self._ring = backend.empty("staging ring", (budget.ring.num_slots * budget.ring.slot_pages * largest,), "u8") if budget.ring else None
+        self._fresh = [backend.empty("fresh pages", (budget.fresh_slots * largest,), "u8") for _ in range(2)] if budget.fresh_slots else []
+        self._fresh_slots = budget.fresh_slots
+        self._tails: dict[int, Any] = {
+            index: backend.host_pages(f"KV tail, layer {index}", layout.tail_pages, self.formats[index].page_bytes)
+            for index, layout in enumerate(self._layouts)
+            if isinstance(layout, FullLayout) and layout.tail_pages
+        }
+        self._written: dict[int, Any] = {}
+        self._fresh_free: list[Any] = [None, None]
+        self._slot_free: dict[int, Any] = {}
+        self._next_slot = 0
+        self._steps: dict[int, StepPages] = {}
+        self._pieces: tuple[Piece, ...] = ()
+        self._filled: dict[int, Any] = {}
+        self._issued = 0
+        self._used = 0
+        self.copied_in_bytes = 0
+        self.copied_out_bytes = 0
+
+    def begin_step(self, position: int, num_tokens: int) -> None:
+        """Plans the step that appends cells position .. position + num_tokens - 1, and starts the first copies."""
+        self._steps = {index: layout.step(position, num_tokens) for index, layout in enumerate(self._layouts)}
+        tails = {index: self._steps[index].tail_pages for index in self._full}
+        self._pieces = plan_pieces(tails, self._ring_shape, self._next_slot) if self._ring_shape else ()
+        if self._pieces and self._ring_shape:
+            self._next_slot = (self._pieces[-1].slot + 1) % self._ring_shape.num_slots
+        self._issued = self._used = 0
+        self._issue_copies()
+
+    def step_pages(self, layer: int) -> StepPages:
+        """What the current step does to the pages of a layer."""
+        return self._steps[layer]
+
+    def append(self, layer: int, k: Array, v: Array, position: Array, first_position: int) -> None:
+        """Stores the new cells of a layer and starts the write-through of the pages that they complete.
+        k f32 [T, Hkv*Dk], v f32 [T, Hkv*Dv]; position i32 [1] holds first_position on the device."""
+        step = self._steps[layer]
+        if layer in self._written:
+            self._backend.wait(Stream.COMPUTE, self._written[layer])
+        if step.appended[0].place is Place.FRESH and self._fresh_free[self._turn[layer]] is not None:
+            self._backend.wait(Stream.COMPUTE, self._fresh_free[self._turn[layer]])
+        if step.carried_page is not None:
+            window, fresh = self._windows[layer], self._fresh_pool(layer)
+            self._backend.copy_page(window.array, step.carried_page % window.num_slots, fresh.array, 0)
+        runs = tuple(self._run(layer, segment) for segment in step.appended)
+        self._backend.append(k, v, position, runs, self.formats[layer], first_position)
+        self._write_through(layer, step)
+
+    def walk(self, layer: int) -> Iterator[tuple[PageRun, bool]]:
+        """The runs that attention walks, old to new, staged pieces of the tail first, each with whether it is the last.
+        A piece's slot is given back when the walk moves on: issue the attention over a run before asking for the next."""
+        visible = self._steps[layer].visible
+        for segment in visible:
+            if segment.place is not Place.TAIL:
+                yield self._run(layer, segment), segment is visible[-1]
+                continue
+            while self._used < len(self._pieces) and self._pieces[self._used].layer == layer:
+                piece = self._pieces[self._used]
+                self._backend.wait(Stream.COMPUTE, self._filled.pop(self._used))
+                yield self._staged(piece), False
+                self._slot_free[piece.slot] = self._backend.record(Stream.COMPUTE)
+                self._used += 1
+                self._issue_copies()
+
+    # -- copies ----------------------------------------------------------------------------------------------------------------
+    def _issue_copies(self) -> None:
+        """Issues every copy whose slot has been given back: at most num_slots pieces ahead of the walk."""
+        while self._ring_shape and self._issued < len(self._pieces) and self._issued < self._used + self._ring_shape.num_slots:
+            piece = self._pieces[self._issued]
+            if piece.slot in self._slot_free:
+                self._backend.wait(Stream.COPY_IN, self._slot_free[piece.slot])
+            if piece.layer in self._written:
+                self._backend.wait(Stream.COPY_IN, self._written[piece.layer])
+            self._backend.copy_in(self._staged(piece), self._tails[piece.layer])
+            self._filled[self._issued] = self._backend.record(Stream.COPY_IN)
+            self.copied_in_bytes += piece.num_pages * self.formats[piece.layer].page_bytes
+            self._issued += 1
+
+    def _write_through(self, layer: int, step: StepPages) -> None:
+        if not step.completed:
+            return
+        self._backend.wait(Stream.COPY_OUT, self._backend.record(Stream.COMPUTE))
+        for segment in step.completed:
+            self._backend.copy_out(self._run(layer, segment), self._tails[layer])
+            self.copied_out_bytes += segment.num_pages * self.formats[layer].page_bytes
+        self._written[layer] = self._backend.record(Stream.COPY_OUT)
+        if step.completed[0].place is Place.FRESH:
+            self._fresh_free[self._turn[layer]] = self._written[layer]
+
+    # -- where pages lie -------------------------------------------------------------------------------------------------------
+    def _run(self, layer: int, segment: Segment) -> PageRun:
+        if segment.place is Place.FRESH:
+            return self._fresh_pool(layer).run(segment.first_page - self._steps[layer].first_page, segment.first_page, segment.num_pages)
+        return self._windows[layer].run(segment.first_page, segment.first_page, segment.num_pages)
+
+    def _fresh_pool(self, layer: int) -> _Pool:
+        """Layers take turns with two pools, so that one layer's write-through runs beside the next layer's append."""
+        return _Pool(self._fresh[self._turn[layer]].view((self._fresh_slots, self.formats[layer].page_bytes)), self._fresh_slots)
+
+    def _staged(self, piece: Piece) -> PageRun:
+        assert self._ring is not None and self._ring_shape is not None
+        slots = self._ring_shape.num_slots * self._ring_shape.slot_pages
+        pool = _Pool(self._ring.view((slots, self.formats[piece.layer].page_bytes)), slots)
+        return pool.run(piece.slot * self._ring_shape.slot_pages, piece.first_page, piece.num_pages)
+
+
+def _layout(layer: LayerConfig, cache: CacheConfig, budget: Budget) -> FullLayout | SlidingLayout:
+    if layer.sliding_window is None:
+        return FullLayout(cache.page_cells, budget.window_pages, budget.total_pages)
+    ring = sliding_ring_pages(layer.sliding_window, min(cache.ubatch, cache.ctx_size), cache.page_cells)
+    return SlidingLayout(cache.page_cells, min(ring, budget.total_pages), layer.sliding_window)
+
+
+def _slots(layout: FullLayout | SlidingLayout) -> int:
+    return layout.window_pages if isinstance(layout, FullLayout) else layout.ring_pages
+
+
+def _pool(backend: Backend, label: str, slots: int, page_bytes: int) -> _Pool:
+    return _Pool(backend.empty(label, (slots, page_bytes), "u8"), slots)

@@ -1,0 +1,53 @@
+"""THE forward pass: tokens in, final hidden rows out; then rows to logits."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from rollkv.backend import Array
+from rollkv.model import gemma3, llama
+from rollkv.model.step import Model, Step
+
+LAYERS: dict[str, Callable[[Model, Step, int, Array, Array], None]] = {
+    "llama": llama.layer,
+    "qwen2": llama.layer,
+    "qwen3": llama.layer,
+    "gemma3": gemma3.layer,
+}
+
+
+def forward(model: Model, tokens: np.ndarray, position: int, after_layer: Callable[[int, Array], None] | None = None) -> Array:
+    """Appends tokens (int32 [T]) at cells position .. position + T - 1; returns the last layer's rows, f32 [T, hidden].
+
+    after_layer(index, hidden) is called behind every layer, for inspection.
+    """
+    backend, config, workspace = model.backend, model.config, model.workspace
+    step = _begin(model, tokens, position)
+    hidden, normed = (workspace[name].rows(step.num_tokens) for name in ("hidden", "normed"))
+    layer = LAYERS[config.architecture]
+
+    backend.embed(workspace["tokens"].rows(step.num_tokens), model.weights.token_embd, config.embedding_scale, hidden)
+    for index in range(config.num_layers):
+        layer(model, step, index, hidden, normed)
+        if after_layer is not None:
+            after_layer(index, hidden)
+    return hidden
+
+
+def logits(model: Model, hidden: Array) -> Array:
+    """Output norm and output matrix over up to 16 rows: f32 [rows, vocab]. hidden f32 [rows, hidden] is overwritten."""
+    out = model.workspace["logits"].rows(hidden.shape[0])
+    model.backend.rms_norm(hidden, model.weights.output_norm, model.config.rms_norm_eps, hidden)
+    model.backend.linear(hidden, model.weights.output, out)
+    return out
+
+
+def _begin(model: Model, tokens: np.ndarray, position: int) -> Step:
+    backend, workspace, num_tokens = model.backend, model.workspace, len(tokens)
+    backend.write(workspace["tokens"], tokens)
+    backend.write(workspace["position"], np.array([position], np.int32))
+    model.cache.begin_step(position, num_tokens)
+    tables = {rope: workspace[f"rope.{number}"].rows(num_tokens) for number, rope in enumerate(model.ropes)}
+    for rope, table in tables.items():
+        backend.rope_table(rope, workspace["position"], table)
+    return Step(num_tokens, position, workspace["position"], tables)

@@ -1,0 +1,30 @@
+"""What one forward pass works with: the model's parts, and the step at hand."""
+
+from dataclasses import dataclass
+
+from rollkv.backend import Array, Backend
+from rollkv.config import ModelConfig, RopeConfig
+from rollkv.kv_cache import KVCache
+from rollkv.weights import ModelWeights
+
+
+@dataclass(frozen=True)
+class Model:
+    """Everything a forward pass reads, fixed after loading."""
+
+    backend: Backend
+    config: ModelConfig
+    weights: ModelWeights
+    cache: KVCache
+    workspace: dict[str, Array]  # by the names of workspace.py
+    ropes: tuple[RopeConfig, ...]  # the different rotations, in the order of the rope.N arrays
+
+
+@dataclass(frozen=True)
+class Step:
+    """T new tokens at cells position .. position + T - 1; their number and place on the device, and their rotations."""
+
+    num_tokens: int  # T
+    position: int
+    position_array: Array  # i32 [1]
+    tables: dict[RopeConfig, Array]  # f32 [T, dim/2, 2]

@@ -1,0 +1,124 @@
+"""The oracle: one plain NumPy function per operation, in the precision of its inputs (float64 in, float64 out). Knows no backend.
+
+Letters as in backend.py. Attention works page by page and merges in index order, so that its bits do not depend on where a page lies.
+"""
+
+import numpy as np
+
+from rollkv.config import RopeConfig
+from rollkv.rope import rope_frequencies
+
+def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
+    """x / sqrt(mean(x^2) + eps) * weight over runs of len(weight) columns. x [T, m*n], weight [n]."""
+    runs = x.reshape(-1, weight.shape[0])
+    scale = 1.0 / np.sqrt(np.mean(runs * runs, axis=1, keepdims=True, dtype=x.dtype) + np.asarray(eps, x.dtype))
+    return (runs * scale * weight).reshape(x.shape).astype(x.dtype, copy=False)
+
+
+def linear(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
+    """x weight^T + bias. Up to 16 rows go one by one, so that a row's bits do not depend on the rows beside it."""
+    out = np.stack([weight @ row for row in x]) if x.shape[0] <= 16 else x @ weight.T
+    return out if bias is None else out + bias
+
+
+def rope_table(rope: RopeConfig, position: int, num_tokens: int) -> np.ndarray:
+    """(cos, sin) times the magnitude, float64 [T, dim/2, 2]."""
+    frequencies, magnitude = rope_frequencies(rope)
+    angles = np.arange(position, position + num_tokens, dtype=np.float64)[:, None] * frequencies
+    return np.stack([np.cos(angles), np.sin(angles)], axis=-1) * magnitude
+
+
+def rope(x: np.ndarray, num_heads: int, table: np.ndarray, style: str) -> np.ndarray:
+    """Rotates pairs (2i, 2i+1) ("interleaved") or (i, i + dim/2) ("halves") of every head. x [T, num_heads*D], table [T, dim/2, 2]."""
+    out = x.reshape(x.shape[0], num_heads, -1).copy()
+    pairs = table.shape[1]
+    first, second = (np.s_[..., 0 : 2 * pairs : 2], np.s_[..., 1 : 2 * pairs : 2]) if style == "interleaved" else (
+        np.s_[..., :pairs], np.s_[..., pairs : 2 * pairs])  # fmt: skip
+    a, b = out[first].copy(), out[second].copy()
+    cos, sin = table[:, None, :, 0].astype(x.dtype), table[:, None, :, 1].astype(x.dtype)
+    out[first], out[second] = a * cos - b * sin, a * sin + b * cos
+    return out.reshape(x.shape)
+
+
+def visible_cells(position: int, num_tokens: int, first_cell: int, num_cells: int, sliding_window: int | None) -> np.ndarray:
+    """bool [T, cells]: query t sees cells up to position + t, and with a sliding window of W no cell before position + t - W + 1."""
+    query = np.arange(position, position + num_tokens)[:, None]
+    cell = np.arange(first_cell, first_cell + num_cells)[None, :]
+    seen = cell <= query
+    return seen if sliding_window is None else seen & (cell > query - sliding_window)
+
+
+def attend_page(
+    q: np.ndarray, keys: np.ndarray, values: np.ndarray, seen: np.ndarray, scale: float
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """One page's part of a softmax: (unnormalised out [T, H, Dv], sum l [T, H], maximum m [T, H]).
+
+    q [T, H, Dk]; keys [Hkv, P, Dk]; values [Hkv, P, Dv]; seen bool [T, P]. Cells that no query sees may hold anything, NaN included.
+    """
+    num_tokens, num_heads, key_dim = q.shape
+    num_kv_heads = keys.shape[0]
+    used = seen.any(axis=0)[:, None]
+    keys, values = np.where(used, keys, 0).astype(q.dtype), np.where(used, values, 0).astype(q.dtype)
+    grouped = q.reshape(num_tokens, num_kv_heads, -1, key_dim).transpose(1, 2, 0, 3)  # [Hkv, G, T, Dk]
+    scores = grouped @ keys[:, None].swapaxes(-1, -2) * np.asarray(scale, q.dtype)
+    scores = np.where(seen, scores, -np.inf)
+    maximum = scores.max(axis=-1)
+    weights = np.exp(scores - np.where(np.isfinite(maximum), maximum, 0)[..., None])
+    out = weights @ values[:, None]
+    back = (2, 0, 1)  # [Hkv, G, T] -> [T, Hkv, G]
+    return (
+        out.transpose(2, 0, 1, 3).reshape(num_tokens, num_heads, -1),
+        weights.sum(axis=-1).transpose(back).reshape(num_tokens, num_heads),
+        maximum.transpose(back).reshape(num_tokens, num_heads),
+    )
+
+
+def merge_states(outs: np.ndarray, lses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Merges normalised partial states in index order. outs [parts, H, Dv], lses [parts, H]; an empty part is (0, -inf)."""
+    maximum = lses.max(axis=0)
+    weights = np.exp(lses - np.where(np.isfinite(maximum), maximum, 0))
+    total = np.zeros_like(maximum)
+    out = np.zeros_like(outs[0])
+    for part, weight in zip(outs, weights, strict=True):
+        total = total + weight
+        out = out + part * weight[:, None]
+    safe = np.where(total > 0, total, 1)
+    with np.errstate(divide="ignore"):
+        lse = np.where(total > 0, maximum + np.log(safe), -np.inf)
+    return out / safe[:, None], lse.astype(lses.dtype)
+
+
+def glu(gate: np.ndarray, up: np.ndarray, activation: str) -> np.ndarray:
+    """activation(gate) * up; "silu" x / (1 + e^-x), or "gelu_tanh" (the tanh form of GELU)."""
+    if activation == "silu":
+        return gate * sigmoid(gate) * up
+    inner = np.asarray(np.sqrt(2 / np.pi), gate.dtype) * (gate + np.asarray(0.044715, gate.dtype) * gate * gate * gate)
+    return np.asarray(0.5, gate.dtype) * gate * (1 + np.tanh(inner)) * up
+
+
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    """1 / (1 + e^-x) without overflow."""
+    small = np.exp(-np.abs(x))
+    return np.where(x >= 0, 1, small) / (1 + small)
+
+
+def advance_state(
+    state: tuple[np.ndarray, np.ndarray, np.ndarray], part: tuple[np.ndarray, np.ndarray, np.ndarray]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Online softmax: a running (out, l, m) and one page's, both unnormalised with their own maximum. Empty is (0, 0, -inf)."""
+    maximum = np.maximum(state[2], part[2])
+    base = np.where(np.isfinite(maximum), maximum, 0)
+    keep, gain = np.exp(state[2] - base), np.exp(part[2] - base)
+    return state[0] * keep[..., None] + part[0] * gain[..., None], state[1] * keep + part[1] * gain, maximum
+
+
+def to_bf16_bits(x: np.ndarray) -> np.ndarray:
+    """float32 to bfloat16 bits (uint16), round to nearest even; NaN stays NaN."""
+    bits = np.ascontiguousarray(x, dtype=np.float32).view(np.uint32)
+    rounded = ((bits.astype(np.uint64) + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    return np.where(np.isnan(x), np.uint16(0x7FC0), rounded)
+
+
+def from_bf16_bits(bits: np.ndarray) -> np.ndarray:
+    """bfloat16 bits (uint16) to float32, exactly."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)

@@ -1,0 +1,103 @@
+"""GGUF tensors to backend weights, under their GGUF names."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from rollkv.backend import Array, Backend, Weight
+from rollkv.config import ModelConfig
+from rollkv.errors import ModelFileError
+from rollkv.gguf_file import TensorData
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One layer. Matrices [rows, columns] multiply as x W^T; vectors are f32."""
+
+    attn_norm: Array
+    attn_q: Weight
+    attn_k: Weight
+    attn_v: Weight
+    attn_output: Weight
+    ffn_norm: Array
+    ffn_gate: Weight
+    ffn_up: Weight
+    ffn_down: Weight
+    attn_q_bias: Array | None = None
+    attn_k_bias: Array | None = None
+    attn_v_bias: Array | None = None
+    attn_q_norm: Array | None = None
+    attn_k_norm: Array | None = None
+    post_attention_norm: Array | None = None
+    post_ffw_norm: Array | None = None
+
+
+@dataclass(frozen=True)
+class ModelWeights:
+    """All weights of a dense decoder. `output` is token_embd where the file ties them."""
+
+    token_embd: Weight
+    output_norm: Array
+    output: Weight
+    layers: tuple[LayerWeights, ...]
+
+
+def used_tensors(config: ModelConfig, tensors: Mapping[str, TensorData]) -> list[TensorData]:
+    """The tensors that loading will take, each once, in loading order. Raises ModelFileError for one that is missing."""
+    names = ["token_embd.weight", "output_norm.weight", *([] if config.tied_output else ["output.weight"])]
+    for index in range(config.num_layers):
+        names += [f"blk.{index}.{name}" for name in _layer_tensors(config, index, tensors)]
+    for name in names:
+        if name not in tensors:
+            raise ModelFileError(f"tensor {name} is missing from the model file; a complete {config.architecture} file has it")
+    return [tensors[name] for name in names]
+
+
+def load_weights(
+    backend: Backend, config: ModelConfig, tensors: Mapping[str, TensorData], on_progress: Callable[[int, int], None] | None = None
+) -> ModelWeights:
+    """Loads every used tensor; on_progress(done bytes, all bytes) after each."""
+    used = used_tensors(config, tensors)
+    total, done = sum(tensor.raw.nbytes for tensor in used), 0
+    matrices: dict[str, Weight] = {}
+    vectors: dict[str, Array] = {}
+    for tensor in used:
+        if len(tensor.shape) == 2:
+            matrices[tensor.name] = backend.load_weight(tensor)
+        else:
+            vectors[tensor.name] = backend.load_vector(tensor)
+        done += tensor.raw.nbytes
+        if on_progress is not None:
+            on_progress(done, total)
+    layers = tuple(_layer(index, matrices, vectors) for index in range(config.num_layers))
+    token_embd = matrices["token_embd.weight"]
+    return ModelWeights(token_embd, vectors["output_norm.weight"], matrices.get("output.weight", token_embd), layers)
+
+
+_MATRICES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+_BIASES = ("attn_q", "attn_k", "attn_v")
+
+
+def _layer_tensors(config: ModelConfig, index: int, tensors: Mapping[str, TensorData]) -> list[str]:
+    names = ["attn_norm.weight", "ffn_norm.weight", *(f"{name}.weight" for name in _MATRICES)]
+    names += [f"{name}.bias" for name in _BIASES if config.attention_bias or f"blk.{index}.{name}.bias" in tensors]
+    if config.qk_norm:
+        names += ["attn_q_norm.weight", "attn_k_norm.weight"]
+    if config.post_norms:
+        names += ["post_attention_norm.weight", "post_ffw_norm.weight"]
+    return names
+
+
+def _layer(index: int, matrices: Mapping[str, Weight], vectors: Mapping[str, Array]) -> LayerWeights:
+    def vector(name: str) -> Array | None:
+        return vectors.get(f"blk.{index}.{name}")
+
+    return LayerWeights(
+        attn_norm=vectors[f"blk.{index}.attn_norm.weight"],
+        ffn_norm=vectors[f"blk.{index}.ffn_norm.weight"],
+        attn_q_norm=vector("attn_q_norm.weight"),
+        attn_k_norm=vector("attn_k_norm.weight"),
+        post_attention_norm=vector("post_attention_norm.weight"),
+        post_ffw_norm=vector("post_ffw_norm.weight"),
+        **{name: matrices[f"blk.{index}.{name}.weight"] for name in _MATRICES},
+        **{f"{name}_bias": vector(f"{name}.bias") for name in _BIASES},
+    )

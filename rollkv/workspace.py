@@ -1,0 +1,83 @@
+"""The working arrays of the forward pass by name: one table, used both to plan memory and to allocate it."""
+
+from dataclasses import dataclass
+from math import prod
+
+from rollkv.config import DTYPE_BYTES, CacheConfig, Dtype, ModelConfig, RopeConfig
+from rollkv.pages import pages_for, sliding_ring_pages
+from rollkv.units import round_up
+
+ALIGNMENT = 256  # bytes; every array of the device arena begins at a multiple
+MAX_FEW_ROWS = 16  # rows up to which products are batch-invariant (decode, output matrix, verification)
+SLAB_BYTES = 64 << 20
+GEMM_WORKSPACE_BYTES = 32 << 20  # what cuBLAS asks for on Hopper; less would rule out some of its kernels
+STATE_EXTRA = 8  # floats of running attention state a head beside its outputs
+
+
+@dataclass(frozen=True)
+class ArraySpec:
+    """Shape and type of one working array."""
+
+    shape: tuple[int, ...]
+    dtype: Dtype
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+def ropes_of(config: ModelConfig) -> tuple[RopeConfig, ...]:
+    """The different rotations of a model, in the order of their first layer."""
+    return tuple(dict.fromkeys(layer.rope for layer in config.layers))
+
+
+def workspace_arrays(config: ModelConfig, cache: CacheConfig) -> dict[str, ArraySpec]:
+    """Every working array of a forward pass of up to min(ubatch, ctx_size) rows."""
+    rows = min(cache.ubatch, cache.ctx_size)
+    layers = config.layers
+    heads_k = max(layer.num_heads * layer.key_dim for layer in layers)
+    heads_v = max(layer.num_heads * layer.value_dim for layer in layers)
+    arrays = {
+        "tokens": ArraySpec((rows,), "i32"),
+        "position": ArraySpec((1,), "i32"),
+        "hidden": ArraySpec((rows, config.hidden_size), "f32"),
+        "normed": ArraySpec((rows, config.hidden_size), "f32"),
+        "q": ArraySpec((rows, heads_k), "f32"),
+        "k": ArraySpec((rows, max(layer.num_kv_heads * layer.key_dim for layer in layers)), "f32"),
+        "v": ArraySpec((rows, max(layer.num_kv_heads * layer.value_dim for layer in layers)), "f32"),
+        "attention": ArraySpec((rows, heads_v), "f32"),
+        "gate": ArraySpec((rows, config.ffn_size), "f32"),
+        "up": ArraySpec((rows, config.ffn_size), "f32"),
+        "logits": ArraySpec((min(rows, MAX_FEW_ROWS), config.vocab_size), "f32"),
+    }
+    for index, rope in enumerate(ropes_of(config)):
+        arrays[f"rope.{index}"] = ArraySpec((rows, rope.dim // 2, 2), "f32")
+    if rows > 1:
+        state = max(layer.num_heads * (layer.value_dim + STATE_EXTRA) for layer in layers)
+        arrays["attention.state"] = ArraySpec((rows, state), "f32")
+    parts = max(_visible_pages(layer.sliding_window, cache) * layer.num_heads for layer in layers)
+    parts_v = max(_visible_pages(layer.sliding_window, cache) * layer.num_heads * layer.value_dim for layer in layers)
+    arrays["attention.part_out"] = ArraySpec((parts_v,), "f32")
+    arrays["attention.part_lse"] = ArraySpec((parts,), "f32")
+    return arrays
+
+
+def linear_scratch(config: ModelConfig, cache: CacheConfig) -> dict[str, int]:
+    """Bytes of the scratch of products with more than 16 rows: f16 activations with a scale a row, a slab of dequantised weights, and
+    the vendor library's own workspace. Loading stages raw tensors in the slab, so it exists for short contexts too."""
+    rows = min(cache.ubatch, cache.ctx_size)
+    columns = max(config.hidden_size, config.ffn_size, *(layer.num_heads * layer.value_dim for layer in config.layers))
+    scratch = {"dequantised weights": SLAB_BYTES}
+    if rows > MAX_FEW_ROWS:
+        scratch |= {"f16 activations": rows * columns * 2, "row scales": rows * 4, "cuBLAS": GEMM_WORKSPACE_BYTES}
+    return scratch
+
+
+def arena_bytes(sizes: list[int]) -> int:
+    """Bytes of an arena that holds arrays of these sizes, each aligned."""
+    return sum(round_up(size, ALIGNMENT) for size in sizes)
+
+
+def _visible_pages(sliding_window: int | None, cache: CacheConfig) -> int:
+    total = pages_for(cache.ctx_size, cache.page_cells)
+    return total if sliding_window is None else min(total, sliding_ring_pages(sliding_window, 1, cache.page_cells))

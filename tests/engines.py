@@ -1,0 +1,44 @@
+"""Engines over the fixture models, as the tests need them."""
+
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from rollkv.config import CacheConfig, KvType
+from rollkv.engine import Engine, load_on
+from rollkv.gguf_file import open_gguf
+from rollkv.host_backend import HostBackend
+from rollkv.model_config import model_config
+
+FIXTURES = Path(__file__).parent / "fixtures"
+MODELS = ("llama", "mistral", "qwen2", "qwen3", "gemma3")
+
+
+def cache(
+    ctx_size: int, *, window: int | None = None, ubatch: int = 64, page_cells: int = 16, kv: KvType = "f32", value_kv: KvType | None = None
+) -> CacheConfig:
+    """Small pages; `window` in cells."""
+    residency: Literal["full", "window"] = "full" if window is None else "window"
+    return CacheConfig(ctx_size, page_cells, kv, value_kv or kv, ubatch, residency, window)
+
+
+def host_engine(
+    model: str | Path, config: CacheConfig, *, precision: type = np.float32, order: Literal["eager", "late"] = "eager"
+) -> Engine:
+    """A fixture by name, or any file."""
+    path = FIXTURES / f"{model}.gguf" if isinstance(model, str) else model
+    with open_gguf(path) as file:
+        return load_on(HostBackend(precision=precision, order=order), file, model_config(file), config)
+
+
+def fixture(model: str) -> dict[str, np.ndarray]:
+    """tokens int32 [160], logits float32 [160, vocab], greedy int32 [24], err_f16 float32 [160]."""
+    with np.load(FIXTURES / f"{model}.npz") as data:
+        return {name: data[name] for name in data.files}
+
+
+def nmse(got: np.ndarray, want: np.ndarray) -> float:
+    """Squared error over squared reference, in float64."""
+    difference = got.astype(np.float64) - want
+    return float((difference**2).sum() / (want.astype(np.float64) ** 2).sum())

@@ -71,7 +71,7 @@ class Stats:
 class Engine:
     """One model, one sequence. Everything on the device is allocated by the time the constructor returns."""
 
-    def __init__(self, backend: Backend, file: GgufFile, config: ModelConfig, cache: CacheConfig, budget: Budget, on_load: Progress | None) -> None:
+    def __init__(self, backend: Backend, file: GgufFile, config: ModelConfig, cache: CacheConfig, budget: Budget, on_load: Progress | None = None) -> None:
         self.backend = backend
         self.config = config
         self.cache_config = cache
@@ -240,7 +240,7 @@ class Engine:
 def plan(path: str | Path, cache: CacheConfig, *, vram_target: int | None = None, overhead: DeviceOverhead | None = None) -> Budget:
     """The budget of a run from the header alone; touches no device. Raises what loading would raise."""
     with open_gguf(path) as file:
-        return _budget(file, model_config(file), cache, vram_target, overhead)
+        return budget_of(file, model_config(file), cache, vram_target, overhead)
 
 
 def load(
@@ -286,7 +286,7 @@ def load_on(
         limit = vram_target or available - SLACK_BYTES
     else:
         overhead = DeviceOverhead()
-    budget = _budget(file, config, cache, limit, overhead)
+    budget = budget_of(file, config, cache, limit, overhead)
     if isinstance(machine, CudaBackend) and budget.total_bytes > available:
         raise OutOfMemoryError(
             f"the run needs {format_size(budget.total_bytes)} on the device, but {format_size(available)} of it can be had now; "
@@ -309,6 +309,7 @@ def _open_backend(name: BackendName, device: int, warn: Callable[[str], None]) -
         return HostBackend()
 
 
-def _budget(file: GgufFile, config: ModelConfig, cache: CacheConfig, cap: int | None, overhead: DeviceOverhead | None) -> Budget:
+def budget_of(file: GgufFile, config: ModelConfig, cache: CacheConfig, cap: int | None, overhead: DeviceOverhead | None) -> Budget:
+    """The budget of a run of an open file. Raises as plan_budget does."""
     weights = {tensor.name: device_bytes(tensor.qtype, tensor.shape) for tensor in used_tensors(config, file.tensors)}
     return plan_budget(config, cache, weights, linear_scratch(config, cache), cap_bytes=cap, overhead=overhead)

@@ -1,15 +1,17 @@
 """Engines over the fixture models, as the tests need them."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
 from rollkv.config import CacheConfig, KvType
-from rollkv.engine import Engine, load_on
+from rollkv.engine import Engine, budget_of
 from rollkv.gguf_file import open_gguf
 from rollkv.host_backend import HostBackend
 from rollkv.model_config import model_config
+from rollkv.stream_plan import RingShape
 
 FIXTURES = Path(__file__).parent / "fixtures"
 MODELS = ("llama", "mistral", "qwen2", "qwen3", "gemma3")
@@ -24,12 +26,22 @@ def cache(
 
 
 def host_engine(
-    model: str | Path, config: CacheConfig, *, precision: type = np.float32, order: Literal["eager", "late"] = "eager"
+    model: str | Path,
+    config: CacheConfig,
+    *,
+    precision: type = np.float32,
+    order: Literal["eager", "late"] = "eager",
+    backend: HostBackend | None = None,
+    ring: RingShape | None = None,
 ) -> Engine:
-    """A fixture by name, or any file."""
+    """A fixture by name, or any file. `ring` replaces the planned staging ring of a run that spills."""
     path = FIXTURES / f"{model}.gguf" if isinstance(model, str) else model
     with open_gguf(path) as file:
-        return load_on(HostBackend(precision=precision, order=order), file, model_config(file), config)
+        facts = model_config(file)
+        budget = budget_of(file, facts, config, None, None)
+        if budget.ring and ring:
+            budget = replace(budget, ring=ring)
+        return Engine(backend or HostBackend(precision=precision, order=order), file, facts, config, budget)
 
 
 def fixture(model: str) -> dict[str, np.ndarray]:

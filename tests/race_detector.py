@@ -1,0 +1,93 @@
+"""A host backend that knows which accesses are ordered: any two that touch the same page unordered, one of them writing, are a race.
+
+Vector clocks (Fidge 1988, Mattern 1989): a stream counts its own work; an event carries the counts its stream had reached and had
+waited for; a wait takes the larger of each count.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from rollkv.backend import PageRun, Stream
+from rollkv.host_backend import HostArray, HostBackend
+
+Clock = dict[Stream, int]
+
+
+class RaceDetector(HostBackend):
+    """Runs everything at once and raises AssertionError on the first unordered pair of accesses."""
+
+    def __init__(self) -> None:
+        super().__init__(order="eager")
+        self._clocks: dict[Stream, Clock] = {stream: dict.fromkeys(Stream, 0) for stream in Stream}
+        self._writes: dict[tuple[int, int], tuple[Stream, int]] = {}
+        self._reads: dict[tuple[int, int], Clock] = {}
+        self._kept: list[Any] = []  # arrays stay alive, so that their addresses stay theirs
+        self.checked = 0
+
+    def record(self, stream: Stream) -> Any:
+        return dict(self._clocks[stream])
+
+    def wait(self, stream: Stream, event: Any) -> None:
+        for other, count in event.items():
+            self._clocks[stream][other] = max(self._clocks[stream][other], count)
+
+    def copy_in(self, run: PageRun, host: np.ndarray) -> None:
+        self._begin(Stream.COPY_IN)
+        self._run(Stream.COPY_IN, run, write=True)
+        self._host(Stream.COPY_IN, run, host, write=False)
+        super().copy_in(run, host)
+
+    def copy_out(self, run: PageRun, host: np.ndarray) -> None:
+        self._begin(Stream.COPY_OUT)
+        self._run(Stream.COPY_OUT, run, write=False)
+        self._host(Stream.COPY_OUT, run, host, write=True)
+        super().copy_out(run, host)
+
+    def copy_page(self, source: HostArray, source_slot: int, target: HostArray, target_slot: int) -> None:
+        self._begin(Stream.COMPUTE)
+        self._touch(Stream.COMPUTE, source.values[source_slot], write=False)
+        self._touch(Stream.COMPUTE, target.values[target_slot], write=True)
+        super().copy_page(source, source_slot, target, target_slot)
+
+    def append(self, k: Any, v: Any, position: Any, runs: tuple[PageRun, ...], *rest: Any) -> None:
+        self._begin(Stream.COMPUTE)
+        for run in runs:
+            self._run(Stream.COMPUTE, run, write=True)
+        super().append(k, v, position, runs, *rest)
+
+    def attend_rows(self, q: Any, position: Any, run: PageRun, *rest: Any) -> None:
+        self._begin(Stream.COMPUTE)
+        self._run(Stream.COMPUTE, run, write=False)
+        super().attend_rows(q, position, run, *rest)
+
+    def attend_tile(self, q: Any, position: Any, run: PageRun, *rest: Any, **flags: Any) -> None:
+        self._begin(Stream.COMPUTE)
+        self._run(Stream.COMPUTE, run, write=False)
+        super().attend_tile(q, position, run, *rest, **flags)
+
+    def _begin(self, stream: Stream) -> None:
+        self._clocks[stream][stream] += 1
+
+    def _run(self, stream: Stream, run: PageRun, write: bool) -> None:
+        for index in range(run.num_pages):
+            self._touch(stream, run.pool.values[(run.first_slot + index) % run.num_slots], write)  # type: ignore[attr-defined]
+
+    def _host(self, stream: Stream, run: PageRun, host: np.ndarray, write: bool) -> None:
+        for index in range(run.num_pages):
+            self._touch(stream, host[run.first_page + index], write)
+
+    def _touch(self, stream: Stream, page: np.ndarray, write: bool) -> None:
+        self._kept.append(page)
+        place = (page.__array_interface__["data"][0], page.nbytes)
+        clock = self._clocks[stream]
+        self.checked += 1
+        if place in self._writes:
+            writer, count = self._writes[place]
+            assert clock[writer] >= count, f"{stream.name} touches a page that {writer.name} may still be writing"
+        if write:
+            for reader, count in self._reads.pop(place, {}).items():
+                assert clock[reader] >= count, f"{stream.name} overwrites a page that {reader.name} may still be reading"
+            self._writes[place] = (stream, clock[stream])
+        else:
+            self._reads.setdefault(place, {})[stream] = clock[stream]

@@ -1,0 +1,64 @@
+"""Written before copied, copied before read, read before reused: for every window, ring and ubatch tried, no two accesses race."""
+
+import engines
+import pytest
+import race_detector
+
+from rollkv.stream_plan import RingShape
+
+PAGE = 16
+
+
+@pytest.mark.parametrize("ring", [RingShape(1, 1), RingShape(2, 1), RingShape(2, 3), RingShape(4, 2)], ids=str)
+@pytest.mark.parametrize("window", [1, 2, 5])
+@pytest.mark.parametrize("ubatch", [1, 16, 40, 160])
+def test_no_access_races(ring: RingShape, window: int, ubatch: int) -> None:
+    tokens = engines.fixture("qwen3")["tokens"].tolist()
+    backend = race_detector.RaceDetector()
+    with engines.host_engine("qwen3", engines.cache(160, ubatch=ubatch, window=window * PAGE), backend=backend, ring=ring) as engine:
+        for _ in range(2):  # a second sequence reuses every slot and every tail page
+            engine.reset()
+            engine.prefill(tokens[:105])
+            for token in tokens[105:]:
+                engine.decode(token)
+    assert backend.checked > 1000
+
+
+def test_the_detector_sees_a_missing_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each kind of wait left out is found, so its presence above means something."""
+    tokens = engines.fixture("qwen3")["tokens"].tolist()
+    config = engines.cache(160, ubatch=40, window=PAGE)
+    found = set()
+    for waiting in race_detector.Stream:
+        for recorded in race_detector.Stream:
+            backend = race_detector.RaceDetector()
+            real_wait, real_record = backend.wait, backend.record
+            monkeypatch.setattr(backend, "record", lambda stream, record=real_record: (stream, record(stream)))
+
+            def wait(stream, event, waiting=waiting, recorded=recorded, real=real_wait):  # type: ignore[no-untyped-def]
+                if (stream, event[0]) != (waiting, recorded):
+                    real(stream, event[1])
+
+            monkeypatch.setattr(backend, "wait", wait)
+            with engines.host_engine("qwen3", config, backend=backend, ring=RingShape(2, 1)) as engine:
+                try:
+                    engine.prefill(tokens[:105])
+                    for token in tokens[105:]:
+                        engine.decode(token)
+                except AssertionError:
+                    found.add((waiting.name, recorded.name))
+    assert found == {("COMPUTE", "COPY_IN"), ("COMPUTE", "COPY_OUT"), ("COPY_IN", "COMPUTE"), ("COPY_IN", "COPY_OUT"), ("COPY_OUT", "COMPUTE")}
+
+
+@pytest.mark.parametrize("model", engines.MODELS)
+def test_rings_of_any_shape_give_the_same_bits(model: str) -> None:
+    tokens = engines.fixture(model)["tokens"].tolist()
+    config = engines.cache(160, ubatch=40, window=2 * PAGE)
+    rows = []
+    for ring in (RingShape(4, 16), RingShape(1, 1), RingShape(2, 3)):
+        for order in ("eager", "late"):
+            with engines.host_engine(model, config, ring=ring, order=order) as engine:  # type: ignore[arg-type]
+                rows.append([engine.prefill(tokens[:150]), *(engine.decode(token) for token in tokens[150:])])
+    for other in rows[1:]:
+        for got, want in zip(other, rows[0], strict=True):
+            assert (got == want).all()

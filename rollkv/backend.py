@@ -66,6 +66,15 @@ class PageRun:
     num_pages: int
 
 
+@dataclass(frozen=True)
+class DeviceUse:
+    """Device memory of this process beside the arena, and what can still be had; bytes."""
+
+    context_bytes: int
+    modules_bytes: int
+    free_bytes: int
+
+
 class Backend(Protocol):
     """Raises DeviceError when the device fails, OutOfMemoryError when memory cannot be had."""
 
@@ -76,6 +85,14 @@ class Backend(Protocol):
     def reserve(self, num_bytes: int) -> None:
         """Takes num_bytes of device memory at once; `empty`, `upload` and the weights live in it from then on.
         So use is flat after loading, and what the plan says is what is taken."""
+        ...
+
+    def reserve_linear(self, max_rows: int, max_columns: int, slab_bytes: int) -> None:
+        """Takes the scratch of `linear` for up to max_rows rows of up to max_columns columns: the arrays of workspace.linear_scratch."""
+        ...
+
+    def device_use(self) -> DeviceUse | None:
+        """None on a backend without a device."""
         ...
 
     def empty(self, label: str, shape: tuple[int, ...], dtype: Dtype) -> Array:

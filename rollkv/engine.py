@@ -9,9 +9,8 @@ from typing import Literal
 import numpy as np
 
 from rollkv.backend import Array, Backend
-from rollkv.budget import SLACK_BYTES, Budget, DeviceOverhead, check_host_tail, plan_budget
+from rollkv.budget import DEFAULT_MODULES_BYTES, Budget, DeviceOverhead, check_host_tail, plan_budget
 from rollkv.config import CacheConfig, ModelConfig, SamplingParams
-from rollkv.cuda.backend import CudaBackend
 from rollkv.errors import CheckFailed, DeviceError, OutOfMemoryError, UsageError
 from rollkv.gguf_file import GgufFile, open_gguf
 from rollkv.host_backend import HostBackend
@@ -24,7 +23,7 @@ from rollkv.quants import device_bytes
 from rollkv.sampling import Sampler
 from rollkv.units import format_size
 from rollkv.weights import load_weights, used_tensors
-from rollkv.workspace import MAX_FEW_ROWS, linear_scratch, ropes_of, workspace_arrays
+from rollkv.workspace import MAX_FEW_ROWS, SLAB_BYTES, linear_scratch, ropes_of, widest_input, workspace_arrays
 
 BackendName = Literal["auto", "cuda", "host"]
 Progress = Callable[[int, int], None]
@@ -78,6 +77,7 @@ class Engine:
         self.budget = budget
         self.stats = Stats(cap_bytes=budget.cap_bytes)
         self._position = 0
+        backend.reserve_linear(min(cache.ubatch, cache.ctx_size), widest_input(config), SLAB_BYTES)
         self._cache = KVCache(backend, config, cache, budget)
         workspace = {name: backend.empty(name, spec.shape, spec.dtype) for name, spec in workspace_arrays(config, cache).items()}
         weights = load_weights(backend, config, file.tensors, on_load)
@@ -279,15 +279,14 @@ def load_on(
     on_load: Progress | None = None,
 ) -> Engine:
     """As load, on an open file and a backend of the caller's, which stays open if this fails."""
-    limit = vram_target
-    if isinstance(machine, CudaBackend):
-        overhead = DeviceOverhead(machine.context_bytes, machine.modules_bytes, measured=True)
-        available = machine.free_bytes() + machine.context_bytes
-        limit = vram_target or available - SLACK_BYTES
-    else:
-        overhead = DeviceOverhead()
+    use, limit, overhead = machine.device_use(), vram_target, None
+    if use is not None:
+        modules = max(use.modules_bytes, DEFAULT_MODULES_BYTES)  # kernels load as they are first used
+        overhead = DeviceOverhead(use.context_bytes, modules, measured=True)
+        available = use.free_bytes + use.context_bytes + use.modules_bytes
+        limit = vram_target or available
     budget = budget_of(file, config, cache, limit, overhead)
-    if isinstance(machine, CudaBackend) and budget.total_bytes > available:
+    if use is not None and budget.total_bytes > available:
         raise OutOfMemoryError(
             f"the run needs {format_size(budget.total_bytes)} on the device, but {format_size(available)} of it can be had now; "
             "free device memory, or lower --vram-target"
@@ -300,6 +299,8 @@ def load_on(
 def _open_backend(name: BackendName, device: int, warn: Callable[[str], None]) -> Backend:
     if name == "host":
         return HostBackend()
+    from rollkv.cuda.backend import CudaBackend  # here, so that host runs and plans do not wait for the bindings
+
     try:
         return CudaBackend(device, warn=warn)
     except DeviceError as error:

@@ -81,6 +81,13 @@ class HostBackend:
     def reserve(self, num_bytes: int) -> None:
         """NumPy allocates array by array."""
 
+    def reserve_linear(self, max_rows: int, max_columns: int, slab_bytes: int) -> None:
+        """NumPy needs no scratch of ours."""
+
+    def device_use(self) -> None:
+        """There is no device."""
+        return None
+
     def empty(self, label: str, shape: tuple[int, ...], dtype: Dtype) -> HostArray:
         if dtype == "f32":
             return HostArray(np.full(shape, np.nan, self._precision), dtype)

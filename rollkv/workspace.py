@@ -62,14 +62,18 @@ def workspace_arrays(config: ModelConfig, cache: CacheConfig) -> dict[str, Array
     return arrays
 
 
+def widest_input(config: ModelConfig) -> int:
+    """Columns of the widest matrix that a product has."""
+    return max(config.hidden_size, config.ffn_size, *(layer.num_heads * layer.value_dim for layer in config.layers))
+
+
 def linear_scratch(config: ModelConfig, cache: CacheConfig) -> dict[str, int]:
     """Bytes of the scratch of products with more than 16 rows: f16 activations with a scale a row, a slab of dequantised weights, and
     the vendor library's own workspace. Loading stages raw tensors in the slab, so it exists for short contexts too."""
     rows = min(cache.ubatch, cache.ctx_size)
-    columns = max(config.hidden_size, config.ffn_size, *(layer.num_heads * layer.value_dim for layer in config.layers))
     scratch = {"dequantised weights": SLAB_BYTES}
     if rows > MAX_FEW_ROWS:
-        scratch |= {"f16 activations": rows * columns * 2, "row scales": rows * 4, "cuBLAS": GEMM_WORKSPACE_BYTES}
+        scratch |= {"f16 activations": rows * widest_input(config) * 2, "row scales": rows * 4, "cuBLAS": GEMM_WORKSPACE_BYTES}
     return scratch
 
 

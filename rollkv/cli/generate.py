@@ -1,0 +1,140 @@
+"""`rollkv generate`: a prompt in, text out as it is made."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rollkv.cli import options
+from rollkv.config import DEFAULT_UBATCH, SamplingParams
+from rollkv.errors import UsageError
+
+if TYPE_CHECKING:
+    from rollkv.engine import Engine
+    from rollkv.tasks.generate import Generation, TextModel
+
+
+def generate(
+    model: options.Model = None,
+    prompt: options.Prompt = None,
+    file: options.PromptFile = None,
+    prompt_ids: Annotated[str | None, typer.Option(metavar="IDS", help="Token ids such as 1,2,3 instead of text, fed as they are.")] = None,
+    pre_tokenizer: options.PreTokenizer = None,
+    n_predict: Annotated[int, typer.Option("-n", "--n-predict", metavar="TOKENS", help="New tokens at most.")] = 256,
+    ctx_size: options.CtxSize = None,
+    chat: Annotated[bool | None, typer.Option("--chat/--raw", help="Use the chat template or not. Default: if the file has one.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message in front of the prompt.")] = None,
+    temp: Annotated[float, typer.Option(help="Temperature; 0 always takes the likeliest token.")] = SamplingParams.temperature,
+    top_k: Annotated[int, typer.Option(help="Draw from the k likeliest tokens only; 0 is off.")] = SamplingParams.top_k,
+    top_p: Annotated[float, typer.Option(help="Draw from the likeliest tokens that together reach p; 1 is off.")] = SamplingParams.top_p,
+    min_p: Annotated[
+        float, typer.Option(help="Drop tokens below p times the likeliest one's probability; 0 is off.")
+    ] = SamplingParams.min_p,
+    repeat_penalty: Annotated[float, typer.Option(help="Penalty on tokens among the last ones; 1 is off.")] = SamplingParams.repeat_penalty,
+    repeat_last: Annotated[
+        int, typer.Option(metavar="TOKENS", help="How many last tokens the penalty looks at.")
+    ] = SamplingParams.repeat_last,
+    seed: Annotated[int, typer.Option(help="Seed of the draws; the same seed gives the same text.")] = SamplingParams.seed,
+    stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="Stop in front of this text; may be repeated.")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on behind end-of-text tokens.")] = False,
+    vram_target: options.VramTarget = None,
+    residency: options.Residency = "auto",
+    window: options.Window = None,
+    ubatch: options.Ubatch = DEFAULT_UBATCH,
+    cache_type_k: options.CacheTypeK = "f16",
+    cache_type_v: options.CacheTypeV = "f16",
+    backend: Annotated[
+        str, typer.Option(metavar="auto|cuda|host", help="GPU, or the slow reference in NumPy; auto takes a GPU if usable.")
+    ] = "auto",
+    device: Annotated[int, typer.Option(metavar="INDEX", help="Which GPU.")] = 0,
+    output: options.Output = "text",
+    verbose: Annotated[
+        bool, typer.Option("-v", "--verbose", help="Show model, first prompt ids, stop tokens and the budget on stderr.")
+    ] = False,
+) -> None:
+    """Generate text. Text goes to stdout as it is made; progress and one line of statistics go to stderr."""
+    as_json = options.wants_json(output)
+    if backend not in ("auto", "cuda", "host"):
+        raise UsageError(f"--backend {backend!r} is not known; choose auto, cuda or host")
+    cap = options.size_option(vram_target, "--vram-target")
+    text, ids = options.read_prompt(prompt, file), options.parse_ids(prompt_ids)
+
+    from rollkv import report
+    from rollkv.engine import load
+    from rollkv.models import default_model
+    from rollkv.tasks import generate as task
+    from rollkv.units import format_size
+
+    sampling = SamplingParams(temp, top_k, top_p, min_p, repeat_penalty, repeat_last, seed)
+    request = task.TextRequest(text, ids, chat, system, n_predict, sampling, tuple(stop or ()), ignore_eos)
+    opened = task.open_text_model(model or default_model(), pre_tokenizer)
+    for message in opened.tokenizer.warnings:
+        report.warn(message)
+    prompt_tokens = task.build_prompt(opened, request)
+    cache = task.cache_config(
+        task.context_cells(len(prompt_tokens), n_predict, ctx_size),
+        residency=residency,
+        window_cells=window,
+        ubatch=ubatch,
+        cache_type_k=cache_type_k,
+        cache_type_v=cache_type_v,
+    )
+    if verbose:
+        _describe_prompt(opened, prompt_tokens)
+    with report.PhaseProgress("loading", format_size) as loading:
+        engine = load(opened.path, cache, vram_target=cap, backend=backend, device=device, warn=report.warn, on_load=loading)  # type: ignore[arg-type]
+    with engine, report.PhaseProgress("prompt") as progress:
+        if verbose:
+            report.note(f"{engine.backend_name} backend\n{report.budget_table(engine.budget)}")
+        generation = task.Generation(engine, opened.tokenizer, prompt_tokens, request, progress)
+        _stream(engine, opened, generation, as_json)
+
+
+def _stream(engine: "Engine", model: "TextModel", generation: "Generation", as_json: bool) -> None:
+    """Runs the generation to its end and prints it. Exit code 130 when interrupted, with what there was until then."""
+    from rollkv import report
+
+    try:
+        for piece in generation:
+            if not as_json:
+                report.write_text(piece)
+    except KeyboardInterrupt:
+        rest = generation.interrupt()
+        if not as_json:
+            report.write_text(rest)
+    if as_json:
+        report.write_json(_result(engine, model, generation))
+    elif not generation.text.endswith("\n"):
+        report.write_text("\n")
+    report.note(report.statistics_line(engine.stats, engine.budget, engine.backend_name, generation.stop_reason))
+    if generation.stop_reason == "interrupted":
+        raise typer.Exit(130)
+
+
+def _result(engine: "Engine", model: "TextModel", generation: "Generation") -> dict[str, object]:
+    from rollkv import report
+
+    result: dict[str, object] = {
+        "model": str(model.path),
+        "backend": engine.backend_name,
+        "prompt_ids": generation.prompt_ids,
+        "ids": generation.ids,
+        "text": generation.text,
+        "stop_reason": generation.stop_reason,
+        "stop_string": generation.stop_string,
+        "ctx_size": engine.cache_config.ctx_size,
+        "budget": engine.budget.as_dict(),
+        "statistics": report.statistics_object(engine.stats),
+    }
+    return result | ({"error": "interrupted"} if generation.stop_reason == "interrupted" else {})
+
+
+def _describe_prompt(model: "TextModel", prompt_tokens: list[int]) -> None:
+    from rollkv import report
+
+    def shown(ids: list[int]) -> str:
+        return ", ".join(f"{token} {model.tokenizer.piece(token)!r}" for token in ids)
+
+    config = model.config
+    report.note(f"{model.path}: {config.architecture}, {config.num_layers} layers, trained for {config.context_length} cells")
+    report.note(f"prompt of {len(prompt_tokens)} tokens, beginning with {shown(prompt_tokens[:10])}")
+    report.note(f"stop tokens: {shown(sorted(model.tokenizer.stop_ids)) or 'none'}")

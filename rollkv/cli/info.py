@@ -1,0 +1,127 @@
+"""`rollkv info FILE`: what a model file holds."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rollkv.cli import options
+
+if TYPE_CHECKING:
+    from rollkv.config import ModelConfig
+    from rollkv.gguf_file import GgufFile
+
+_SHOWN_ITEMS = 8
+_SHOWN_CHARACTERS = 60
+
+
+def info(
+    file: Annotated[
+        Path | None, typer.Argument(help="GGUF file; of a shard set any shard. Default: the small model of 'make demo'.")
+    ] = None,
+    output: options.Output = "text",
+) -> None:
+    """Show metadata, tensors by type and memory of a model file."""
+    as_json = options.wants_json(output)
+
+    from rollkv import report
+    from rollkv.errors import UnsupportedModelError
+    from rollkv.gguf_file import open_gguf
+    from rollkv.model_config import model_config
+    from rollkv.models import default_model
+
+    with open_gguf(file or default_model()) as opened:
+        config, reason = None, None
+        try:
+            config = model_config(opened)
+        except UnsupportedModelError as error:
+            reason = str(error)
+        facts = _facts(opened, config, reason)
+        metadata = {key: _short(value) for key, value in opened.metadata.items()}
+    if as_json:
+        report.write_json(facts | {"metadata": metadata})
+    else:
+        report.write_text(_text(facts, metadata))
+
+
+def _facts(file: "GgufFile", config: "ModelConfig | None", reason: str | None) -> dict[str, Any]:
+    types: dict[str, dict[str, int]] = {}
+    for tensor in file.tensors.values():
+        entry = types.setdefault(tensor.qtype, {"tensors": 0, "bytes": 0})
+        entry["tensors"] += 1
+        entry["bytes"] += tensor.raw.nbytes
+    facts: dict[str, Any] = {
+        "path": str(file.path),
+        "shards": len(file.shards),
+        "file_bytes": file.size_bytes,
+        "architecture": file.architecture,
+        "file_type": file.file_type,
+        "supported": config is not None,
+        "unsupported_reason": reason,
+        "tensors_by_type": types,
+        "weight_bytes": sum(entry["bytes"] for entry in types.values()),
+    }
+    if config is not None:
+        facts |= {
+            "num_layers": config.num_layers,
+            "hidden_size": config.hidden_size,
+            "vocab_size": config.vocab_size,
+            "context_length": config.context_length,
+            "kv_bytes_per_cell_f16": _cell_bytes(config, sliding=False),
+            "sliding_window_layers": sum(layer.sliding_window is not None for layer in config.layers),
+        }
+    return facts
+
+
+def _cell_bytes(config: "ModelConfig", *, sliding: bool) -> int:
+    """K and V of one position in all full-attention (or all sliding-window) layers, in f16."""
+    layers = [layer for layer in config.layers if (layer.sliding_window is not None) is sliding]
+    return sum(2 * layer.num_kv_heads * (layer.key_dim + layer.value_dim) for layer in layers)
+
+
+def _text(facts: dict[str, Any], metadata: dict[str, Any]) -> str:
+    from rollkv import report
+    from rollkv.units import format_size
+
+    rows = [
+        ("file", facts["path"] + (f" and {facts['shards'] - 1} more shards" if facts["shards"] > 1 else "")),
+        ("size", format_size(facts["file_bytes"])),
+        ("architecture", facts["architecture"] or "not named"),
+        ("file type", facts["file_type"]),
+        ("supported", "yes" if facts["supported"] else f"no: {facts['unsupported_reason']}"),
+    ]
+    if facts["supported"]:
+        per_cell, trained = facts["kv_bytes_per_cell_f16"], facts["context_length"]
+        rows += [
+            ("layers", f"{facts['num_layers']}, {facts['sliding_window_layers']} of them with a sliding window"),
+            ("hidden size, vocabulary", f"{facts['hidden_size']}, {facts['vocab_size']}"),
+            ("KV in f16, full-attention layers", f"{format_size(per_cell)} a cell, {format_size(per_cell * trained)} at {trained} cells"),
+        ]
+    types = [(name, str(entry["tensors"]), format_size(entry["bytes"])) for name, entry in sorted(facts["tensors_by_type"].items())]
+    types.append(("all", str(sum(entry["tensors"] for entry in facts["tensors_by_type"].values())), format_size(facts["weight_bytes"])))
+    keys = [(key, _printable(value)) for key, value in metadata.items()]
+    return "\n\n".join(
+        (
+            report.table(rows),
+            report.table(types, ("type", "tensors", "size"), ("left", "right", "right")),
+            report.table(keys, ("key", "value"), ("left", "left")),
+            "",
+        )
+    ).removesuffix("\n")
+
+
+def _short(value: Any) -> Any:
+    """A value as it is, or the length and the first items of a long array."""
+    if isinstance(value, str) or not hasattr(value, "__len__"):
+        return value
+    items = [item.item() if hasattr(item, "item") else item for item in value[:_SHOWN_ITEMS]]
+    return items if len(value) <= _SHOWN_ITEMS else {"length": len(value), "first": items}
+
+
+def _printable(value: Any) -> str:
+    """One line, without characters that could steer a terminal."""
+    text = f"{value['length']} items: {value['first']}, ..." if isinstance(value, dict) else str(value)
+    clean = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[: 4 * _SHOWN_CHARACTERS])
+    return (
+        clean if len(clean) <= _SHOWN_CHARACTERS and len(text) == len(text[: 4 * _SHOWN_CHARACTERS]) else clean[:_SHOWN_CHARACTERS] + "..."
+    )

@@ -1,0 +1,236 @@
+"""`rollkv logit-equiv`: whether other windows, KV types, backends or engines give the logits of the resident run."""
+
+from contextlib import ExitStack
+from itertools import zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rollkv.cli import options, results
+from rollkv.config import DEFAULT_UBATCH
+from rollkv.errors import UsageError
+
+if TYPE_CHECKING:
+    from rollkv.logit_file import LogitFile
+    from rollkv.metrics import Limits
+    from rollkv.tasks.generate import TextModel
+    from rollkv.tasks.logit_equiv import EquivRow, RunSpec
+
+_PROSE_TOKENS = 1024
+
+
+def logit_equiv(
+    model: options.Model = None,
+    text: Annotated[Path | None, typer.Option(help="UTF-8 text to run over. Default: prose that comes with rollkv.")] = None,
+    tokens: Annotated[
+        str | None, typer.Option(metavar="N", help="Tokens of the text, such as 4096 or 4k. Default: all, or 1k of prose.")
+    ] = None,
+    decode: Annotated[int, typer.Option(metavar="M", help="Feed the last M tokens one by one, as generation does.")] = 16,
+    windows: Annotated[
+        str | None,
+        typer.Option(metavar="LIST", help="Resident windows to compare: percent of the pages, Npages, or cells. [100%,50%,25%,1page]"),
+    ] = None,
+    vram_target: Annotated[str | None, typer.Option(metavar="LIST", help="Caps to compare, such as 6GiB,4GiB.")] = None,
+    cache_type_k: Annotated[
+        str, typer.Option(metavar="LIST", help="Type of the keys; further entries are compared with the first.")
+    ] = "f16",
+    cache_type_v: Annotated[str, typer.Option(metavar="LIST", help="Type of the values, in pairs with the keys', or one for all.")] = "f16",
+    backend: Annotated[str, typer.Option(metavar="LIST", help="auto, cuda or host; further entries are compared with the first.")] = "auto",
+    reference: Annotated[Path | None, typer.Option(help="Compare with the logits in this .npz instead of a resident run.")] = None,
+    save: Annotated[Path | None, typer.Option(help="Keep the reference's logits in this .npz.")] = None,
+    ubatch: options.Ubatch = DEFAULT_UBATCH,
+    device: Annotated[int, typer.Option(metavar="INDEX", help="Which GPU.")] = 0,
+    noise: Annotated[float | None, typer.Option(help="A margin up to this many logits counts as a tie. [0.05]")] = None,
+    bit_equal: Annotated[bool, typer.Option("--bit-equal", help="Limit: every row equal to the last bit.")] = False,
+    max_kld: Annotated[float | None, typer.Option(help="Limit of the mean KL divergence, in nats.")] = None,
+    max_nmse: Annotated[float | None, typer.Option(help="Limit of the normalised squared error.")] = None,
+    min_top1: Annotated[float | None, typer.Option(help="Limit: least fraction of positions with the same top token.")] = None,
+    output: Annotated[str, typer.Option("-o", "--output", metavar="text|json|jsonl", help="Form of the result on stdout.")] = "text",
+) -> None:
+    """Compare the logits behind every token of a text: a resident run is the reference, other windows, caps, KV types and backends are the
+    candidates. Windows and caps must be bit-equal; other candidates keep stated limits. Any limit given replaces these. Exit code 1 when one is passed."""
+    results.check_form(output)
+    if reference is not None and (save is not None or text is not None or tokens is not None):
+        raise UsageError("--reference brings its own tokens and logits; leave out --text, --tokens and --save")
+
+    from rollkv.metrics import Limits
+    from rollkv.models import default_model
+    from rollkv.tasks import generate as task
+    from rollkv.tasks import logit_equiv as equiv
+
+    opened = task.open_text_model(model or default_model())
+    stored = _stored(reference, opened)
+    ids = stored.tokens.tolist() if stored else _ids(opened, text, tokens)
+    if not 0 <= decode <= len(ids):
+        raise UsageError(f"--decode {decode}: the text has {len(ids)} tokens; give a number from 0 to {len(ids)}")
+    first, others = _specs(len(ids), ubatch, cache_type_k, cache_type_v, backend)
+    caps = _sizes(vram_target)
+    specs = equiv.candidate_specs(first, windows, caps, others, own_reference=stored is None)
+    given = Limits(bit_equal, max_kld, max_nmse, min_top1)
+    asked = None if given == Limits() else given
+    _run(opened, ids, decode, first, specs, stored, save, asked, equiv.DEFAULT_NOISE if noise is None else noise, device, output)
+
+
+def _run(
+    model: "TextModel",
+    ids: list[int],
+    num_decode: int,
+    first: "RunSpec",
+    specs: "tuple[RunSpec, ...]",
+    stored: "LogitFile | None",
+    save: Path | None,
+    asked: "Limits | None",
+    noise: float,
+    device: int,
+    output: str,
+) -> None:
+    from rollkv import report
+    from rollkv.engine import Engine, load
+    from rollkv.logit_file import logits_bytes
+    from rollkv.tasks import logit_equiv as equiv
+    from rollkv.tasks.record import machine_facts
+    from rollkv.units import format_size
+
+    def open_engine(spec: "RunSpec") -> Engine:
+        with report.PhaseProgress(f"loading for {spec.label}", format_size) as loading:
+            return load(
+                model.path, spec.cache, vram_target=spec.vram_target, backend=spec.backend, device=device, warn=report.warn, on_load=loading
+            )
+
+    vocab = model.config.vocab_size
+    with ExitStack() as cleanup:
+
+        def progress_for(spec: "RunSpec") -> report.PhaseProgress:
+            return cleanup.enter_context(report.PhaseProgress(spec.label))
+
+        if stored is None:
+            report.note(f"the reference's logits take {format_size(logits_bytes(len(ids), vocab))} of disk")
+            recorded = equiv.record_reference(open_engine, first, ids, num_decode, vocab, save, progress_for)
+            reference = cleanup.enter_context(recorded)
+        else:
+            reference = stored
+        rows = equiv.compare(
+            reference,
+            open_engine,
+            specs,
+            num_decode=num_decode,
+            noise=noise,
+            limits=lambda spec: equiv.limits_for(spec, asked, own_reference=stored is None),
+            progress_for=progress_for,
+            describe=machine_facts,
+        )
+        against = (
+            str(stored.path) if stored else f"{first.label}, KV {first.cache.key_type}/{first.cache.value_type}, {first.backend} backend"
+        )
+        shared = {"num_tokens": len(ids), "decode_tokens": num_decode, "reference": against}
+        _print(model, list(rows), shared, output)
+
+
+def _print(model: "TextModel", rows: "list[EquivRow]", shared: dict[str, Any], output: str) -> None:
+    from rollkv.tasks import record
+
+    failed = [f"{row.spec.label}: {'; '.join(row.broken)}" for row in rows if not row.passed]
+    failure = "not equivalent: " + " | ".join(failed) if failed else None
+    verdict = failure or f"equivalent: {len(rows)} of {len(rows)} candidates keep their limits"
+    source = record.source_facts("logit-equiv") | record.model_facts(model.path).as_dict() | {"utc_time": record.utc_time()}
+    records = [source | shared | record.cache_facts(row.spec.cache, row.spec.vram_target) | row.machine | row.as_dict() for row in rows]
+    results.finish(output, f"{_text(model, rows, shared)}\nverdict: {verdict}\n", records, {}, failure)
+
+
+def _text(model: "TextModel", rows: "list[EquivRow]", shared: dict[str, Any]) -> str:
+    from rollkv import report
+
+    headers = ("candidate", "in tail", "equal rows", "max diff", "NMSE", "KLD mean", "99.9 %", "max", "TV mean", "same top", "real", "")
+    lines = [_line(row) for row in rows]
+    parts = [
+        f"{model.path.name}, {shared['num_tokens']} tokens, the last {shared['decode_tokens']} one by one; reference: {shared['reference']}",
+        report.table(lines, headers, ("left", *["right"] * (len(headers) - 2), "left")),
+    ]
+    for limits in dict.fromkeys(row.limits for row in rows):
+        labels = ", ".join(row.spec.label for row in rows if row.limits == limits)
+        parts.append(f"limits of {labels}: {limits.words()}")
+    parts += [_difference(model, row) for row in rows if row.comparison.first_difference]
+    return "\n\n".join(parts[:2]) + "\n\n" + "\n".join(parts[2:])
+
+
+def _line(row: "EquivRow") -> tuple[str, ...]:
+    found = row.comparison
+    figures = (found.max_abs, found.nmse, found.kld_mean, found.kld_p999, found.kld_max, found.tv_mean)
+    return (
+        row.spec.label,
+        str(row.tail_cells),
+        f"{found.bit_equal_rows}/{found.rows}",
+        *(f"{value:.2g}" for value in figures),
+        f"{100 * found.full_agreement:.2f} %",
+        f"{100 * found.real_frac:.2f} %",
+        "ok" if row.passed else "FAILED",
+    )
+
+
+def _difference(model: "TextModel", row: "EquivRow") -> str:
+    """The first other top token, and whether it was a tie."""
+    first, noise = row.comparison.first_difference, row.comparison.noise
+    assert first is not None
+    want, got = (model.tokenizer.piece(token) for token in (first.reference_token, first.candidate_token))
+    if first.margin is None:
+        weight = "the reference's margin there is not known"
+    else:
+        kind = "a tie within" if first.margin <= noise else "beyond"
+        weight = f"the reference's margin there is {first.margin:.3g}, {kind} the noise of {noise:g}"
+    return f"{row.spec.label}: first other top token at position {first.position}, {got!r} instead of {want!r}; {weight}"
+
+
+# -- options to specs ----------------------------------------------------------------------------------------------------------
+
+
+def _stored(path: Path | None, model: "TextModel") -> "LogitFile | None":
+    if path is None:
+        return None
+    from rollkv.logit_file import LogitFile
+    from rollkv.tasks.logit_equiv import check_reference
+
+    stored = LogitFile(path)
+    check_reference(stored, model.config.vocab_size)
+    return stored
+
+
+def _ids(model: "TextModel", text: Path | None, tokens: str | None) -> list[int]:
+    """The tokens to run over. Raises UsageError when the text has fewer than were asked for."""
+    from rollkv.counts import parse_count
+    from rollkv.tasks.logit_equiv import prose_ids
+
+    wanted = None if tokens is None else parse_count(tokens, "--tokens")
+    if text is None:
+        return prose_ids(model.tokenizer.encode, wanted or _PROSE_TOKENS)
+    ids = list(model.tokenizer.encode(options.read_prompt(None, str(text)) or ""))
+    if not ids or (wanted is not None and wanted > len(ids)):
+        raise UsageError(
+            f"--text {text}: it has {len(ids)} tokens, {wanted or 'one or more'} are wanted; lower --tokens or give a longer text"
+        )
+    return ids[:wanted]
+
+
+def _specs(num_tokens: int, ubatch: int, keys: str, values: str, backends: str) -> "tuple[RunSpec, tuple[RunSpec, ...]]":
+    """The reference's configuration, and the candidates that the further entries of the lists name."""
+    from rollkv.counts import split_list
+    from rollkv.tasks.generate import cache_config
+    from rollkv.tasks.logit_equiv import RunSpec, other_specs
+
+    key_types, value_types = split_list(keys, "--cache-type-k"), split_list(values, "--cache-type-v")
+    names = split_list(backends, "--backend")
+    for name in names:
+        if name not in ("auto", "cuda", "host"):
+            raise UsageError(f"--backend {name!r} is not known; choose auto, cuda or host")
+    for key, value in zip_longest(key_types, value_types, fillvalue="f16"):
+        cache_config(num_tokens, ubatch=ubatch, cache_type_k=key, cache_type_v=value)  # refuses unknown names
+    cache = cache_config(num_tokens, residency="full", ubatch=ubatch, cache_type_k=key_types[0], cache_type_v=value_types[0])
+    first = RunSpec("resident", cache, names[0])  # type: ignore[arg-type]
+    return first, other_specs(first, key_types, value_types, names)
+
+
+def _sizes(text: str | None) -> tuple[int, ...]:
+    from rollkv.counts import split_list
+    from rollkv.units import parse_size
+
+    return () if text is None else tuple(parse_size(word, "--vram-target") for word in split_list(text, "--vram-target"))

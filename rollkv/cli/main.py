@@ -1,0 +1,131 @@
+"""The command `rollkv` and its error boundary.
+
+Whatever goes wrong ends as one line on stderr and an exit code: 0 done, 1 a check failed, 2 usage, 3 device, 4 model file, 5 memory,
+130 interrupted, 70 a fault of rollkv's own (with its traceback). With `-o json` stdout holds one JSON object in every case.
+"""
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import pairwise
+from typing import Annotated
+
+import typer
+
+from rollkv import __version__
+from rollkv.cli.generate import generate
+from rollkv.cli.info import info
+from rollkv.cli.plan import plan
+from rollkv.cli.tokenize import tokenize
+from rollkv.errors import OutOfMemoryError, RollkvError
+
+INTERNAL_FAULT = 70
+INTERRUPTED = 130
+_COMMAND_LINE_ERROR = typer.BadParameter.__mro__[2]  # the base of all errors that the parser raises; typer has no public name for it
+
+app = typer.Typer(name="rollkv", add_completion=False, rich_markup_mode=None, context_settings={"help_option_names": ["-h", "--help"]})
+for command in (generate, plan, info, tokenize):
+    app.command()(command)
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Show the version.")] = False,
+    env: Annotated[bool, typer.Option("--env", help="Show the environment as JSON: driver, devices, libraries.")] = False,
+) -> None:
+    """Run a GGUF language model whose KV cache does not fit in VRAM. Every cached token is attended; only residency is windowed."""
+    if version:
+        sys.stdout.write(f"rollkv {__version__}\n")
+    elif env:
+        sys.stdout.write(json.dumps(_environment(), indent=1, default=str) + "\n")
+    elif context.invoked_subcommand is None:
+        sys.stdout.write(context.get_help() + "\n")
+    else:
+        return
+    raise typer.Exit(0)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs one command line and returns its exit code."""
+    _accept_any_text()
+    try:
+        code = _dispatch(arguments)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # Nobody reads the result any more: nothing is wrong. What is still buffered must not fail again when Python exits.
+        with suppress(OSError):  # a stdout that is no file has nothing to redirect
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def run() -> None:
+    """Entry point of the console script."""
+    sys.exit(main(sys.argv[1:]))
+
+
+def _dispatch(arguments: Sequence[str]) -> int:
+    try:
+        command_line = typer.main.get_command(app)
+        with command_line.make_context("rollkv", list(arguments)) as context:
+            command_line.invoke(context)
+        return 0
+    except typer.Exit as done:
+        return done.exit_code
+    except (KeyboardInterrupt, typer.Abort):
+        return _fail(arguments, "interrupted", "Interrupted", INTERRUPTED)
+    except BrokenPipeError:
+        raise
+    except RollkvError as error:
+        if os.environ.get("ROLLKV_DEBUG") == "1":
+            traceback.print_exc()
+        return _fail(arguments, str(error), type(error).__name__, error.exit_code)
+    except MemoryError:
+        return _fail(arguments, "host memory ran out; lower --ctx-size or free memory", "MemoryError", OutOfMemoryError.exit_code)
+    except Exception as error:
+        if isinstance(error, _COMMAND_LINE_ERROR):
+            return _fail(arguments, f"{_message(error)} (see 'rollkv --help')", "UsageError", 2)
+        traceback.print_exc()
+        return _fail(arguments, f"a fault of rollkv's own: {type(error).__name__}: {error}", type(error).__name__, INTERNAL_FAULT)
+
+
+def _fail(arguments: Sequence[str], message: str, kind: str, code: int) -> int:
+    line = " ".join(message.split())
+    if sys.stderr is not None:
+        print(f"rollkv: error: {line}", file=sys.stderr)
+    if _wants_json(arguments):
+        sys.stdout.write(json.dumps({"error": line, "kind": kind, "exit_code": code}) + "\n")
+    return code
+
+
+def _message(error: Exception) -> str:
+    form = getattr(error, "format_message", None)
+    return str(form()) if form is not None else str(error)
+
+
+def _wants_json(arguments: Sequence[str]) -> bool:
+    """Read from the plain arguments, since the parser itself may be what failed."""
+    joined = any(word in ("-ojson", "--output=json") for word in arguments)
+    return joined or any(option in ("-o", "--output") and value == "json" for option, value in pairwise(arguments))
+
+
+def _environment() -> dict[str, object]:
+    """What is known about the machine. Never fails: what cannot be found out is said in its place."""
+    try:
+        from rollkv.cuda.environment import probe
+
+        return {"rollkv": __version__, **probe()}
+    except Exception as error:
+        return {"rollkv": __version__, "error": f"{type(error).__name__}: {error}"}
+
+
+def _accept_any_text() -> None:
+    """A terminal that cannot show a character gets its escape instead of a crash."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")

@@ -1,0 +1,190 @@
+"""`rollkv needle`: whether a sentence planted anywhere in a long text is found again, wherever its cells lie."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rollkv.cli import options, results
+from rollkv.config import DEFAULT_UBATCH
+from rollkv.errors import UsageError
+
+if TYPE_CHECKING:
+    from rollkv.config import CacheConfig
+    from rollkv.engine import Engine
+    from rollkv.tasks.generate import TextModel
+    from rollkv.tasks.haystack import NeedleRequest
+
+_SHOWS = (
+    "A found needle shows that attention reached its cells, in the window or in the tail. It does not show that all other cells counted as\n"
+    "they should, nor that long answers stay good: 'rollkv logit-equiv' compares every logit of a windowed run with the resident one."
+)
+_INTERRUPTED = 130
+
+
+def needle(
+    model: options.Model = None,
+    lengths: Annotated[str, typer.Option(metavar="LIST", help="Cells of prompt and reply together, such as 1k,4k,16k.")] = "1k,2k,4k",
+    depths: Annotated[str, typer.Option(metavar="LIST", help="Where the needle stands in the text, in percent.")] = "0,25,50,75,100",
+    style: Annotated[
+        str,
+        typer.Option(metavar="completion|chat", help="Let the model complete the needle's sentence, or ask for it with the chat template."),
+    ] = "completion",
+    seed: Annotated[int, typer.Option(help="Seed of keys, values and the order of the text; the same seed gives the same prompts.")] = 0,
+    n_predict: Annotated[
+        int | None, typer.Option("-n", "--n-predict", metavar="TOKENS", help="Room for the reply. Default: the answer and a few tokens.")
+    ] = None,
+    needle: Annotated[str | None, typer.Option(metavar="TEXT", help="Plant this sentence instead of a random one; needs --answer.")] = None,
+    answer: Annotated[str | None, typer.Option(metavar="TEXT", help="What the reply must hold.")] = None,
+    question: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="End of the prompt. Default: the needle's sentence up to the answer.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Append JSON lines here; cells that it holds already are not run again.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the grid (PNG, SVG or PDF); needs matplotlib.")] = None,
+    ctx_size: options.CtxSize = None,
+    vram_target: options.VramTarget = None,
+    residency: options.Residency = "auto",
+    window: options.Window = None,
+    ubatch: options.Ubatch = DEFAULT_UBATCH,
+    cache_type_k: options.CacheTypeK = "f16",
+    cache_type_v: options.CacheTypeV = "f16",
+    backend: Annotated[
+        str, typer.Option(metavar="auto|cuda|host", help="GPU, or the slow reference in NumPy; auto takes a GPU if usable.")
+    ] = "auto",
+    device: Annotated[int, typer.Option(metavar="INDEX", help="Which GPU.")] = 0,
+    output: Annotated[str, typer.Option("-o", "--output", metavar="text|json|jsonl", help="Form of the result on stdout.")] = "text",
+) -> None:
+    """Plant a random number in prose of several lengths, at several depths, and ask for it. Lengths are counted by the model's tokenizer on
+    the whole prompt. Exit code 1 when a needle is missed. One load of the model, for the longest length, serves the grid."""
+    results.check_form(output)
+    if backend not in ("auto", "cuda", "host"):
+        raise UsageError(f"--backend {backend!r} is not known; choose auto, cuda or host")
+    cap = options.size_option(vram_target, "--vram-target")
+
+    from rollkv import plots, report
+    from rollkv.counts import parse_counts, parse_percentages
+    from rollkv.engine import Engine, load
+    from rollkv.models import default_model
+    from rollkv.tasks import generate as task
+    from rollkv.tasks.haystack import NeedleRequest, check_request
+    from rollkv.units import format_size
+
+    if plot is not None:
+        plots.check(plot)
+    sizes = parse_counts(lengths, "--lengths")
+    request = NeedleRequest(sizes, parse_percentages(depths, "--depths"), style, seed, n_predict, needle, answer, question)  # type: ignore[arg-type]
+    opened = task.open_text_model(model or default_model())
+    for message in opened.tokenizer.warnings:
+        report.warn(message)
+    check_request(opened, request)
+    if ctx_size is not None and ctx_size < max(sizes):
+        raise UsageError(f"--ctx-size {ctx_size} is shorter than the longest of --lengths, {max(sizes)}; raise it or leave it out")
+    cache = task.cache_config(
+        ctx_size or max(sizes),
+        residency=residency,
+        window_cells=window,
+        ubatch=ubatch,
+        cache_type_k=cache_type_k,
+        cache_type_v=cache_type_v,
+    )
+
+    def open_engine() -> Engine:
+        with report.PhaseProgress("loading", format_size) as loading:
+            return load(opened.path, cache, vram_target=cap, backend=backend, device=device, warn=report.warn, on_load=loading)  # type: ignore[arg-type]
+
+    rows, interrupted = _run(opened, request, _identity(opened, request, cache, cap, backend), out, open_engine)
+    if plot is not None:
+        plots.needle_grid(rows, plot, f"{opened.path.name}, {style}")
+    _finish(opened, rows, output, interrupted)
+
+
+def _run(
+    model: "TextModel", request: "NeedleRequest", identity: dict[str, object], out: Path | None, open_engine: "Callable[[], Engine]"
+) -> tuple[list[Mapping[str, Any]], bool]:
+    """(rows in the order of the grid, whether it was interrupted). Cells that `out` holds are taken from there; new ones go there at once."""
+    from rollkv import report
+    from rollkv.tasks import needle as task
+    from rollkv.tasks import record
+
+    finished, broken = task.read_finished(out, identity) if out is not None else ({}, 0)
+    if broken:
+        report.warn(f"{out}: {broken} lines are not rows of this program and are left alone")
+    cells = task.grid(request)
+    todo = [cell for cell in cells if cell not in finished]
+    rows: dict[task.Cell, Mapping[str, Any]] = {cell: finished[cell] for cell in cells if cell in finished}
+    if rows:
+        report.note(f"{len(rows)} of {len(cells)} cells are taken from {out}")
+    interrupted = False
+    try:
+        if todo:
+            with open_engine() as engine, task.appending(out) as append:
+                machine = record.machine_facts(engine)
+                for row in task.run_cells(engine, model, request, todo, _progress):
+                    cell = (row.length_asked, row.depth_asked)
+                    rows[cell] = identity | machine | row.as_dict() | {"utc_time": record.utc_time()}
+                    append(record.json_line(rows[cell]))
+                    report.note(f"{row.length_asked} cells, depth {row.depth_asked:g} %: {row.outcome}")
+    except KeyboardInterrupt:
+        interrupted = True
+    for cell in cells:
+        if cell not in rows:
+            rows[cell] = identity | record.machine_facts(None) | task.not_run(request, cell).as_dict() | {"utc_time": record.utc_time()}
+    return [rows[cell] for cell in cells], interrupted
+
+
+def _progress(cell: tuple[int, float]) -> Any:
+    from rollkv import report
+
+    return report.PhaseProgress(f"{cell[0]} cells, depth {cell[1]:g} %")
+
+
+def _identity(model: "TextModel", request: "NeedleRequest", cache: "CacheConfig", cap: int | None, backend: str) -> dict[str, object]:
+    """What a stored row must share with this run to stand for one of its cells."""
+    from rollkv.tasks import record
+
+    facts = record.model_facts(model.path).as_dict()
+    own = {"own_needle": request.needle, "own_answer": request.answer, "own_question": request.question}
+    asked = {
+        "backend_asked": backend,
+        "seed": request.seed,
+        "style": request.style,
+        "reply_asked": request.reply_tokens,
+        "temperature": 0.0,
+    }
+    return record.source_facts("needle") | facts | record.cache_facts(cache, cap) | asked | own
+
+
+def _finish(model: "TextModel", rows: list[Mapping[str, Any]], output: str, interrupted: bool) -> None:
+    from rollkv import report
+    from rollkv.tasks import needle as task
+
+    passed, shown = task.verdict(rows)
+    headers, lines = task.heatmap(rows)
+    first = rows[0]
+    text = "\n".join(
+        (
+            f"{model.path.name}, {first['style']} style, seed {first['seed']}, lengths in cells\n",
+            report.table(lines, headers, ("right", *["left"] * (len(headers) - 1))),
+            *(["* in the streamed tail, at least in part"] if any(row["place"] in ("tail", "both") for row in rows) else []),
+            f"\n{shown}",
+            f"\n{_SHOWS}\n",
+        )
+    )
+    summary = {"interrupted": interrupted, "shows": _SHOWS.replace("\n", " "), **task.score(rows).as_dict()}
+    failure = None if passed or interrupted else _failure(rows)
+    results.finish(output, text, rows, summary, failure)
+    if interrupted:
+        raise typer.Exit(_INTERRUPTED)
+
+
+def _failure(rows: list[Mapping[str, Any]]) -> str:
+    from rollkv.tasks.needle import score
+
+    total = score(rows)
+    if not total.scored:
+        return f"no needle could be scored: {total.cut_off} of {len(rows)} replies were cut off; raise --n-predict"
+    missed = [f"{row['length_asked']} cells at depth {row['depth_asked']:g} %" for row in rows if row["outcome"] == "missed"]
+    return f"{total.missed} of {total.scored} needles were missed: {', '.join(missed[:5])}{', ...' if len(missed) > 5 else ''}; compare with a resident run"

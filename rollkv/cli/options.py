@@ -1,0 +1,97 @@
+"""The options that several commands share, each written once, and the small readers of their values. Imports nothing heavy."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rollkv.errors import RollkvError, UsageError
+
+Model = Annotated[
+    Path | None, typer.Option("-m", "--model", help="GGUF file; of a shard set any shard. Default: the small model of 'make demo'.")
+]
+Prompt = Annotated[str | None, typer.Option("-p", "--prompt", help="The prompt; '-' reads it from stdin.")]
+PromptFile = Annotated[
+    str | None, typer.Option("-f", "--file", help="Read the prompt from this UTF-8 file, exactly as it is; '-' is stdin.")
+]
+PreTokenizer = Annotated[
+    str | None, typer.Option(metavar="NAME", help="How text is cut before merging, where the file does not say it or is wrong.")
+]
+CtxSize = Annotated[
+    int | None, typer.Option("-c", "--ctx-size", metavar="CELLS", help="Context length. Default: what prompt and new tokens need.")
+]
+VramTarget = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE", help="All that the process may hold on the device: MiB, or with a unit (6GiB, 6GB). Default: what is free."
+    ),
+]
+Residency = Annotated[
+    str, typer.Option(metavar="auto|full|window", help="Keep all cells in VRAM (full), a window of them (window), or what fits (auto).")
+]
+Window = Annotated[
+    int | None, typer.Option(metavar="CELLS", help="Size of the resident window, in whole pages of 256 cells. Default: as large as fits.")
+]
+Ubatch = Annotated[int, typer.Option(metavar="TOKENS", help="Prompt tokens in one pass.")]
+CacheTypeK = Annotated[str, typer.Option(metavar="f16|bf16|f32", help="Type of the cached keys.")]
+CacheTypeV = Annotated[str, typer.Option(metavar="f16|bf16|f32", help="Type of the cached values.")]
+Output = Annotated[str, typer.Option("-o", "--output", metavar="text|json", help="Form of the result on stdout.")]
+
+
+def wants_json(output: str) -> bool:
+    """Raises UsageError for anything but text and json."""
+    if output not in ("text", "json"):
+        raise UsageError(f"-o {output!r} is not known; choose text or json")
+    return output == "json"
+
+
+def size_option(text: str | None, option: str) -> int | None:
+    """Bytes of an optional size. Raises UsageError."""
+    from rollkv.units import parse_size
+
+    return None if text is None else parse_size(text, option)
+
+
+def read_prompt(prompt: str | None, file: str | None) -> str | None:
+    """The text of -p or -f, not changed in any way; None when neither is given. Raises UsageError, also for bytes that are not UTF-8."""
+    if prompt is not None and file is not None:
+        raise UsageError("-p and -f are both given; give one prompt")
+    if prompt == "-" or file == "-":
+        return _decode(_read_stdin(), "stdin")
+    if file is not None:
+        try:
+            return _decode(Path(file).read_bytes(), file)
+        except OSError as error:
+            raise UsageError(f"-f {file}: cannot read it: {error.strerror or error}; name a readable text file") from error
+    if prompt is not None:
+        # Bytes of the command line that are not UTF-8 arrive as lone surrogates.
+        return _decode(prompt.encode("utf-8", "surrogateescape"), "-p")
+    return None
+
+
+def parse_ids(text: str | None) -> tuple[int, ...] | None:
+    """Token ids from "1,2,3"; blanks and line breaks separate too. Raises UsageError naming what is not a number."""
+    if text is None:
+        return None
+    words = text.replace(",", " ").split()
+    for word in words:
+        if not (word.isascii() and word.isdigit()):
+            raise UsageError(f"--prompt-ids: {word[:40]!r} is not a token id; write numbers with commas, such as 1,15043,29892")
+    return tuple(int(word) for word in words)
+
+
+def _read_stdin() -> bytes:
+    if sys.stdin is None:
+        raise UsageError("the prompt should come from stdin, but stdin is closed; use -p TEXT or -f FILE")
+    try:
+        return sys.stdin.buffer.read()
+    except OSError as error:
+        raise RollkvError(f"stdin: cannot read it: {error}; use -p TEXT or -f FILE") from error
+
+
+def _decode(data: bytes, source: str) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{source}: byte {error.start} (0x{data[error.start]:02x}) is not valid UTF-8; give text in UTF-8") from None

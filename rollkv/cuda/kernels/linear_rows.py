@@ -1,0 +1,113 @@
+"""Batch-invariant products with up to 16 rows (csrc/linear_rows.cu)."""
+
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+
+from rollkv.cuda.device import DeviceArray, Launcher, Pointer, check_array
+from rollkv.cuda.nvrtc import KernelError, KernelSpec
+from rollkv.cuda.weights_gpu import CudaWeight
+from rollkv.quants import FORMATS, TILE_ROWS
+
+MAX_ROWS = 16
+WARPS = 8
+_ROWS = (1, 2, 4, 8, 16)
+_PAD_COLUMNS = 32
+_BLOCKS_PER_SM = 2
+DEFAULT_SMS = 132
+SHARED_LIMIT = 99 << 10  # what a block can have on every device from compute capability 8.0 on
+
+# Columns of x staged at a time, by rows: what SHARED_LIMIT holds in six bytes a column and row, in whole rounds of the warps where the depth
+# allows; no more than half of that at one row, so that blocks share a multiprocessor.
+_STAGED_COLUMNS = {1: 8192, 2: 4096, 4: 2048, 8: 1536, 16: 768}
+# Spans of weights in flight a warp: about 2 to 4 KB, as far as the registers go.
+_DEPTH = {qtype: 2 if fmt.span == 256 else 1 if qtype == "F32" else 2 if qtype in ("F16", "BF16") else 4 for qtype, fmt in FORMATS.items()}
+# Types with a shift need the sums of x over the columns that share one.
+_SUM_GROUP = {"Q4_1": 32, "Q5_1": 32, "Q4_K": 32, "Q5_K": 32, "Q2_K": 16}
+
+
+class Shape(NamedTuple):
+    """Launch constants. Results do not depend on them."""
+
+    rows: int  # of the instance: the least of 1, 2, 4, 8, 16 that holds the rows of x
+    depth: int  # spans of weights in flight a warp
+    staged_columns: int
+    shared_bytes: int  # dynamic
+    blocks: int
+
+
+def _depth(qtype: str, rows: int) -> int:
+    """The largest depth up to the type's whose rounds (8 warps * depth spans) divide the staged columns."""
+    round_columns = WARPS * FORMATS[qtype].span
+    return max((d for d in range(1, _DEPTH[qtype] + 1) if _STAGED_COLUMNS[rows] % (round_columns * d) == 0), default=1)
+
+
+def static_shared_bytes(rows: int) -> int:
+    """Shared memory that the instance declares itself: partial sums of the warps, and their totals."""
+    blocks_n = -(-3 * rows // 8)
+    return (WARPS * TILE_ROWS * (min(2, blocks_n) * 8 + 1) + TILE_ROWS * (blocks_n * 8 + 1)) * 4
+
+
+@cache
+def launch_shape(qtype: str, num_rows: int, num_outputs: int, columns: int, num_sms: int) -> Shape:
+    """For x (num_rows, columns) and a weight (num_outputs, columns) on a device with num_sms multiprocessors."""
+    rows = next(r for r in _ROWS if r >= num_rows)
+    span = FORMATS[qtype].span
+    staged = min(_STAGED_COLUMNS[rows], -(-columns // span) * span)
+    shared = 3 * rows * (staged + _PAD_COLUMNS) * 2
+    if qtype in _SUM_GROUP:
+        shared += staged // _SUM_GROUP[qtype] * (-(-3 * rows // 8) * 8) * 4
+    blocks = min(-(-num_outputs // TILE_ROWS), num_sms * _BLOCKS_PER_SM)
+    return Shape(rows, _depth(qtype, rows), staged, shared, blocks)
+
+
+@cache
+def spec(qtype: str, rows: int, depth: int) -> KernelSpec:
+    return KernelSpec("linear_rows.cu", f"linear_rows<{qtype}, {rows}, {depth}>")
+
+
+def specs_for(qtype: str) -> tuple[KernelSpec, ...]:
+    """The instances that products with weights of one type can need."""
+    return tuple(spec(qtype, rows, _depth(qtype, rows)) for rows in _ROWS)
+
+
+def instances() -> tuple[KernelSpec, ...]:
+    return tuple(one for qtype in FORMATS for one in specs_for(qtype))
+
+
+def linear_rows_bytes(weight: CudaWeight, num_rows: int) -> int:
+    """Bytes that must move: the weight once, x and the result."""
+    return weight.nbytes + num_rows * (weight.rows + weight.columns) * 4
+
+
+def linear_rows(
+    launcher: Launcher, x: DeviceArray, weight: CudaWeight, out: DeviceArray, bias: DeviceArray | None = None, *, num_sms: int = DEFAULT_SMS
+) -> None:
+    """out = x weight^T + bias with float32 precision; a row's bits depend on that row and the weight alone.
+
+    x: f32 (T, K), 1 <= T <= 16; weight: (N, K); out: f32 (T, N); bias: f32 (N,) or None. num_sms: multiprocessors of the device,
+    which balances the blocks and changes no result. Reads and writes linear_rows_bytes.
+    Raises KernelError on other shapes.
+    """
+    num_rows = x.shape[0]
+    if not 1 <= num_rows <= MAX_ROWS:
+        raise KernelError(f"linear_rows: x has {num_rows} rows; 1 to {MAX_ROWS} were wanted")
+    check_array("linear_rows", "x", x, (num_rows, weight.columns), "f32")
+    check_array("linear_rows", "out", out, (num_rows, weight.rows), "f32")
+    if bias is not None:
+        check_array("linear_rows", "bias", bias, (weight.rows,), "f32")
+    shape = launch_shape(weight.qtype, num_rows, weight.rows, weight.columns, num_sms)
+    numbers = map(np.int32, (num_rows, weight.rows, weight.columns, shape.staged_columns))
+    bias_pointer = Pointer(0 if bias is None else bias.ptr)
+    launcher.launch(
+        spec(weight.qtype, shape.rows, shape.depth),
+        (shape.blocks, 1, 1),
+        WARPS * 32,
+        x,
+        *weight.planes,
+        bias_pointer,
+        out,
+        *numbers,
+        shared_bytes=shape.shared_bytes,
+    )

@@ -1,0 +1,61 @@
+"""Raw GGUF blocks to the planes of the device form (csrc/repack.cu)."""
+
+import numpy as np
+
+from rollkv.cuda.device import DeviceArray, Launcher
+from rollkv.cuda.nvrtc import KernelError, KernelSpec
+from rollkv.cuda.weights_gpu import CudaWeight
+from rollkv.quants import STEP_COLUMNS, TILE_ROWS, CodeField, span_bytes
+
+_THREADS = 256
+_MAX_BLOCKS = 8192  # the kernels stride over what is left
+
+
+def spec(kernel: str) -> KernelSpec:
+    return KernelSpec("repack.cu", kernel)
+
+
+def instances() -> tuple[KernelSpec, ...]:
+    return spec("repack_codes"), spec("repack_bytes")
+
+
+def row_bytes(weight: CudaWeight) -> int:
+    """Bytes of a row in the file."""
+    return weight.columns // weight.form.format.elements * weight.form.format.nbytes
+
+
+def launch_blocks(threads: int) -> int:
+    """Blocks of a launch for so many words or bytes."""
+    return max(1, min(_MAX_BLOCKS, -(-threads // _THREADS)))
+
+
+def repack_bytes(weight: CudaWeight, num_rows: int) -> int:
+    """Bytes read and written for rows of a weight."""
+    return 2 * num_rows * row_bytes(weight)
+
+
+def repack(launcher: Launcher, raw: DeviceArray, weight: CudaWeight, *, first_tile: int, num_rows: int) -> None:
+    """Moves num_rows rows, from row 16 * first_tile on, from the file's form into the planes of `weight`.
+
+    raw: u8 (at least num_rows * row_bytes,); num_rows: a multiple of 16 unless it ends the matrix. Writes the padding too, so that
+    repacking all rows defines every byte of the planes. Reads and writes repack_bytes. Raises KernelError on other shapes.
+    """
+    form, fmt = weight.form, weight.form.format
+    first, end = first_tile * TILE_ROWS, first_tile * TILE_ROWS + num_rows
+    if raw.dtype != "u8" or raw.nbytes < num_rows * row_bytes(weight):
+        raise KernelError(f"repack: raw must be u8 with at least {num_rows * row_bytes(weight)} bytes, not {raw.dtype} {list(raw.shape)}")
+    if not 0 <= first < end <= weight.rows or (num_rows % TILE_ROWS and end != weight.rows):
+        raise KernelError(f"repack: rows {first} to {end} of {weight.rows} are no whole tiles of {TILE_ROWS}")
+    tiles = -(-num_rows // TILE_ROWS)
+    where = (np.int64(first_tile), np.int64(tiles), np.int64(num_rows), np.int32(weight.columns // fmt.elements), np.int32(form.spans))
+    for plane, target in zip(form.planes, weight.planes, strict=False):
+        field = plane.field
+        nbytes = tiles * form.spans * span_bytes(fmt, field)
+        numbers: tuple[int, ...]
+        if isinstance(field, CodeField):
+            numbers = (fmt.elements, fmt.nbytes, fmt.span // STEP_COLUMNS, field.offset, field.bits, max(field.run, 1))
+            kernel, blocks = "repack_codes", launch_blocks(nbytes // 4)
+        else:
+            numbers = (fmt.nbytes, fmt.span // fmt.elements, field.offset, field.length)
+            kernel, blocks = "repack_bytes", launch_blocks(nbytes)
+        launcher.launch(spec(kernel), (blocks, 1, 1), _THREADS, raw, target, *where, *map(np.int32, numbers))

@@ -1,0 +1,79 @@
+"""Device memory of this process as the driver's management library (NVML) sees it: what an observer outside would measure.
+
+NVML comes with every driver; it is called through ctypes, so that no package has to match it. Where it does not tell (some containers
+and virtual machines), `ProcessMemory` says None and the caller counts for itself.
+"""
+
+import ctypes
+import os
+from typing import Any
+
+_SUCCESS, _INSUFFICIENT_SIZE = 0, 7
+_NOT_AVAILABLE = (1 << 64) - 1
+_MAX_PROCESSES = 1024
+
+
+class _ProcessInfo(ctypes.Structure):
+    """nvmlProcessInfo_t of the _v3 functions."""
+
+    _fields_ = (
+        ("pid", ctypes.c_uint),
+        ("used_bytes", ctypes.c_ulonglong),
+        ("gpu_instance", ctypes.c_uint),
+        ("compute_instance", ctypes.c_uint),
+    )
+
+
+class _MemoryInfo(ctypes.Structure):
+    """nvmlMemory_t."""
+
+    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
+
+
+class ProcessMemory:
+    """Watches one device. Make it before the context: a process inside a container may appear under a foreign process number, and is
+    then recognised as the one that came with the context."""
+
+    def __init__(self, pci_bus_id: str, library: Any = None):
+        self._library: Any = None
+        self._pid = os.getpid()
+        try:
+            nvml = library if library is not None else ctypes.CDLL("libnvidia-ml.so.1")
+            self._handle = ctypes.c_void_p()
+            if nvml.nvmlInit_v2() == _SUCCESS:
+                if nvml.nvmlDeviceGetHandleByPciBusId_v2(pci_bus_id.encode(), ctypes.byref(self._handle)) == _SUCCESS:
+                    self._library = nvml
+        except (OSError, AttributeError):
+            self._library = None
+        self._pids_before = set(self._processes() or {})
+
+    def identify(self) -> None:
+        """Call once the context exists."""
+        processes = self._processes() or {}
+        newcomers = set(processes) - self._pids_before
+        if self._pid not in processes and len(newcomers) == 1:
+            self._pid = newcomers.pop()
+
+    def used_bytes(self) -> int | None:
+        """Device memory of this process, everything included; None where NVML does not tell."""
+        return (self._processes() or {}).get(self._pid)
+
+    def device_used_bytes(self) -> int | None:
+        """Device memory of all processes together."""
+        info = _MemoryInfo()
+        if self._library is None or self._library.nvmlDeviceGetMemoryInfo(self._handle, ctypes.byref(info)) != _SUCCESS:
+            return None
+        return int(info.used)
+
+    def _processes(self) -> dict[int, int] | None:
+        if self._library is None:
+            return None
+        count = ctypes.c_uint(_MAX_PROCESSES)
+        infos = (_ProcessInfo * _MAX_PROCESSES)()
+        try:
+            status = self._library.nvmlDeviceGetComputeRunningProcesses_v3(self._handle, ctypes.byref(count), infos)
+        except AttributeError:  # drivers before 510
+            return None
+        if status not in (_SUCCESS, _INSUFFICIENT_SIZE):
+            return None
+        return {int(p.pid): int(p.used_bytes) for p in infos[: min(count.value, _MAX_PROCESSES)] if p.used_bytes != _NOT_AVAILABLE}

@@ -1,0 +1,188 @@
+"""Printing. Results go to stdout and nothing else does; progress, statistics and warnings go to stderr.
+
+Only this module and the error boundary of the command line write to either. Unknown values are null in JSON, never NaN or infinite.
+"""
+
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from types import TracebackType
+from typing import Any, TextIO
+
+from rollkv.budget import Budget
+from rollkv.engine import Stats
+from rollkv.units import format_size
+
+PROGRESS_LINE_SECONDS = 10.0
+
+
+def write_text(text: str) -> None:
+    """A piece of the result to stdout, at once. Raises BrokenPipeError when nobody reads any more."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def write_json(value: Mapping[str, object]) -> None:
+    """One JSON object and a line break to stdout, in ASCII, so that it parses whatever encoding stdout has."""
+    write_text(json.dumps(_plain(value), indent=1) + "\n")
+
+
+def note(message: str) -> None:
+    """One line to stderr, where there is one. A reader that went away is no reason to stop."""
+    if sys.stderr is None:
+        return
+    try:
+        print(f"rollkv: {message}", file=sys.stderr, flush=True)
+    except OSError:
+        pass
+
+
+def warn(message: str) -> None:
+    note(f"warning: {message}")
+
+
+def table(rows: Iterable[Iterable[object]], headers: tuple[str, ...] = (), align: tuple[str, ...] | None = None) -> str:
+    """A plain table; numbers keep the form they were given."""
+    from tabulate import tabulate
+
+    return tabulate(list(rows), headers=headers, tablefmt="simple" if headers else "plain", disable_numparse=True, colalign=align)
+
+
+# -- statistics ----------------------------------------------------------------------------------------------------------------
+
+
+def statistics_line(stats: Stats, budget: Budget, backend: str, stop: str | None) -> str:
+    """The one line behind a run. What was not measured is left out."""
+    parts = [
+        f"pp {stats.prompt_tokens} tok" + _rate(stats.prefill_rate),
+        f"tg {stats.generated_tokens} tok" + _rate(stats.decode_rate),
+    ]
+    if stats.ttft_seconds is not None:
+        parts.append(f"ttft {stats.ttft_seconds:.2f} s")
+    parts.append(f"cells {stats.window_cells} window + {stats.tail_cells} tail")
+    parts.append("link idle" if stats.link_gbps is None else f"link {stats.link_gbps:.1f} GB/s")
+    parts.append(f"{backend} backend" if backend == "host" else _device_part(stats, budget))
+    parts.append(f"stop {stop or 'none'}")
+    return " | ".join(parts)
+
+
+def statistics_object(stats: Stats) -> dict[str, object]:
+    """The same figures for JSON, and the raw ones behind them."""
+    return {
+        "prompt_tokens": stats.prompt_tokens,
+        "generated_tokens": stats.generated_tokens,
+        "prefill_seconds": stats.prefill_seconds,
+        "decode_seconds": stats.decode_seconds,
+        "pp_tokens_per_second": stats.prefill_rate,
+        "tg_tokens_per_second": stats.decode_rate,
+        "ttft_seconds": stats.ttft_seconds,
+        "window_cells": stats.window_cells,
+        "tail_cells": stats.tail_cells,
+        "link_bytes": stats.link_bytes,
+        "link_gbps": stats.link_gbps,
+        "peak_device_bytes": stats.peak_device_bytes,
+        "cap_bytes": stats.cap_bytes,
+        "stop_token": stats.stop_token,
+    }
+
+
+def _rate(rate: float | None) -> str:
+    return "" if rate is None else f" {rate:.1f} tok/s" if rate < 1000 else f" {rate:.0f} tok/s"
+
+
+def _device_part(stats: Stats, budget: Budget) -> str:
+    terms = [f"planned {format_size(budget.total_bytes)}"]
+    if stats.peak_device_bytes is not None:
+        terms.insert(0, f"peak {format_size(stats.peak_device_bytes)}")
+    if stats.cap_bytes is not None:
+        terms.append(f"cap {format_size(stats.cap_bytes)}")
+    return "device " + ", ".join(terms)
+
+
+# -- budget --------------------------------------------------------------------------------------------------------------------
+
+
+def budget_table(budget: Budget) -> str:
+    """Device lines with their sum, the residency that follows from them, and what the host holds."""
+    rows = [(name, format_size(size)) for name, size in budget.lines()]
+    rows.append(("total on the device", format_size(budget.total_bytes)))
+    if budget.cap_bytes is not None:
+        rows.append(("cap", format_size(budget.cap_bytes)))
+    tail_pages = max(budget.total_pages - budget.window_pages, 0)
+    rows.append(("cells resident", str(budget.window_cells)))
+    rows.append(("cells in the tail", str(tail_pages * budget.page_cells)))
+    rows.append(("host memory for the tail", format_size(budget.host_tail_bytes)))
+    return table(rows, align=("left", "right"))
+
+
+# -- progress ------------------------------------------------------------------------------------------------------------------
+
+
+class PhaseProgress:
+    """Progress of one phase on stderr: a bar that vanishes on a terminal, elsewhere at most one line every ten seconds.
+
+    Call it with (done, total). A phase that is over with its first call shows nothing.
+    """
+
+    def __init__(
+        self, label: str, form: Callable[[int], str] = str, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._label, self._form, self._clock = label, form, clock
+        self._stream = sys.stderr if stream is None else stream
+        self._bar: Any = None
+        self._task: Any = None
+        self._last = clock()
+
+    def __enter__(self) -> "PhaseProgress":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __call__(self, done: int, total: int) -> None:
+        if self._stream is None:
+            return
+        if self._stream.isatty():
+            self._show_bar(done, total)
+        elif done < total and self._clock() - self._last >= PROGRESS_LINE_SECONDS:
+            self._last = self._clock()
+            note(f"{self._label} {self._shown(done, total)} ({done * 100 // total} %)")
+        if done >= total:
+            self.close()
+
+    def close(self) -> None:
+        """Removes the bar. May be called twice."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def _show_bar(self, done: int, total: int) -> None:
+        if self._bar is None:
+            if done >= total:
+                return
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+            columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[shown]}"), TimeRemainingColumn())
+            self._bar = Progress(*columns, console=Console(file=self._stream), transient=True)
+            self._task = self._bar.add_task(self._label, total=total, completed=done, shown=self._shown(done, total))
+            self._bar.start()
+        self._bar.update(self._task, completed=done, shown=self._shown(done, total))
+
+    def _shown(self, done: int, total: int) -> str:
+        return f"{self._form(done)} of {self._form(total)}"
+
+
+def _plain(value: Any) -> Any:
+    """JSON values only: NumPy scalars and arrays become Python's, what is not finite becomes null, bytes and the rest text."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if hasattr(value, "tolist"):
+        return _plain(value.tolist())
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, (bool, int, str)) else str(value)

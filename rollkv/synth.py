@@ -1,0 +1,216 @@
+"""Synthetic models: weights of a known shape made on the fly, with a circuit that must find a needle, and a vocabulary of their own.
+
+A SynthFile stands in for an open GGUF file. Invariant: it is a pure function of its shape, type and seed, bit for bit, in memory and
+written to a file; a tensor's bytes are made when they are asked for, and only the last tensor's are kept.
+
+Prompts that work: a sentence with a value, somewhere in a text, and its beginning again at the end, up to the value, without a blank behind:
+"... The secret of zebra42 is 7316. ... The secret of zebra42 is". The next token is always the one that followed the same three tokens
+before, so (1) the last three tokens of the question must stand nowhere else ("4", "2", " is" here; a word of the prose or of a needle's
+key is one token, other words are a token a letter), and (2) no three tokens of the value's way (" is", " ", "7"; " ", "7", "3"; ...) may
+stand twice with different sequels: digits that do not repeat, and no second number behind the same word, are enough.
+"""
+
+import os
+import shutil
+import struct
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from rollkv.errors import UsageError
+from rollkv.gguf_file import TENSOR_TYPES, GgufFile, TensorData, open_gguf
+from rollkv.quants import raw_bytes
+from rollkv.synth_blocks import encode_rows, fill, make_pool, num_blocks, set_table_head
+from rollkv.synth_circuit import BLOCK, LOCAL_THETA, code_signs, codewords, rope_theta
+from rollkv.synth_plan import TensorPlan, plan_tensors
+from rollkv.synth_shapes import SynthShape, is_spec, parse_spec
+from rollkv.synth_words import tokenizer_metadata, used_tokens
+from rollkv.units import format_size, round_up
+
+ALIGNMENT = 32
+_FILE_TYPES = {"F16": 1, "Q8_0": 7, "Q4_K": 14}
+_SMALL_MODEL_BYTES = 64 << 20  # below this a smaller pool does
+
+
+class SynthTensor(TensorData):
+    """One tensor of a synthetic model. `raw` is made at every use; `nbytes` says how large it is without making it."""
+
+    def __init__(self, file: "SynthFile", name: str, qtype: str, shape: tuple[int, ...]) -> None:
+        for field, value in [("name", name), ("qtype", qtype), ("shape", shape), ("file", str(file.path)), ("_owner", file)]:
+            object.__setattr__(self, field, value)
+
+    @property
+    def raw(self) -> np.ndarray:  # type: ignore[override]
+        """uint8 [bytes]; the caller's alone, or the last that the file made."""
+        owner: SynthFile = self.__dict__["_owner"]
+        return owner.make(self.name)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of `raw`."""
+        return raw_bytes(self.qtype, self.shape)
+
+
+class SynthFile(GgufFile):
+    """A synthetic model under the interface of an open GGUF file. `size_bytes` counts the tensors."""
+
+    def __init__(self, shape: SynthShape) -> None:
+        self.shape = shape
+        self.path = Path(shape.spec)
+        self.shards = (self.path,)
+        self.metadata: Mapping[str, object] = _metadata(shape)
+        self._plans = plan_tensors(shape, self._draw)
+        self.tensors: dict[str, TensorData] = {
+            name: SynthTensor(self, name, "F32" if plan.vector is not None else shape.qtype, plan.shape) for name, plan in self._plans.items()
+        }
+        self.size_bytes = sum(raw_bytes(tensor.qtype, tensor.shape) for tensor in self.tensors.values())
+        self._maps = []
+        self._pools: dict[float, np.ndarray] = {}
+        self._last: tuple[str, np.ndarray] | None = None
+
+    def make(self, name: str) -> np.ndarray:
+        """The bytes of a tensor, uint8 [bytes], read-only. Raises KeyError for a name that the model does not have."""
+        if self._last is None or self._last[0] != name:
+            self._last = None  # its memory can be had before the next is made
+            made = self._matrix(name, self._plans[name])
+            made.flags.writeable = False
+            self._last = (name, made)
+        return self._last[1]
+
+    def close(self) -> None:
+        """Frees pools and the last tensor. May be called twice."""
+        super().close()
+        self._pools, self._last = {}, None
+
+    def _draw(self, name: str) -> np.random.Generator:
+        return np.random.Generator(np.random.Philox(np.random.SeedSequence([self.shape.seed, zlib.crc32(name.encode())])))
+
+    def _matrix(self, name: str, plan: TensorPlan) -> np.ndarray:
+        if plan.vector is not None:
+            return plan.vector.astype("<f4").view(np.uint8)
+        qtype, pool = self.shape.qtype, self._pool(plan.deviation)
+        out = fill(pool, int(self._draw(name).integers(len(pool))), num_blocks(qtype, plan.shape))
+        rows = out.reshape(plan.shape[0], -1)
+        for patch in plan.patches():
+            rows[patch.rows] = 0 if patch.values is None else encode_rows(qtype, patch.values)
+        if plan.table_magnitude:
+            set_table_head(qtype, rows, self._token_signs(), plan.table_magnitude)
+        return out
+
+    def _pool(self, deviation: float) -> np.ndarray:
+        if deviation not in self._pools:
+            self._pools[deviation] = make_pool(self.shape.qtype, deviation, self._draw("pool"), self.size_bytes < _SMALL_MODEL_BYTES)
+        return self._pools[deviation]
+
+    def _token_signs(self) -> np.ndarray:
+        """int8 [vocab, 32]: a token's code, then the constant. Tokens that no text becomes have no code, so that none is ever chosen."""
+        signs, used = code_signs(self.shape), len(used_tokens()[0])
+        codes = codewords(signs)
+        out = np.zeros((self.shape.vocab, BLOCK), np.int8)
+        out[:, signs:] = 1
+        out[:used, :signs] = codes[self._draw("codes").permutation(len(codes))[:used]]
+        return out
+
+
+def open_synth(spec: str) -> SynthFile:
+    """The model that `synth:NAME[:QTYPE][,key=value...]` describes; takes well under a second. Raises UsageError."""
+    return SynthFile(parse_spec(spec))
+
+
+def open_model(path: str | Path) -> GgufFile:
+    """open_synth for `synth:...`, open_gguf for everything else, with their errors."""
+    return open_synth(str(path)) if is_spec(path) else open_gguf(path)
+
+
+def write_gguf(file: GgufFile, out: Path) -> int:
+    """Writes an open model as one GGUF file of version 3 and returns its bytes. A run that is cut short leaves no file of that name.
+
+    Raises UsageError when `out` exists, cannot be written or its disk has too little room.
+    """
+    header, data_start = _header(file)
+    total = data_start + sum(round_up(raw_bytes(tensor.qtype, tensor.shape), ALIGNMENT) for tensor in file.tensors.values())
+    if out.exists():
+        raise UsageError(f"{out}: the file is there already; remove it, or give another name")
+    part = out.with_name(f"{out.name}.{os.getpid()}.part")
+    try:
+        if (room := shutil.disk_usage(out.parent).free) < total:
+            raise UsageError(f"{out}: the model takes {format_size(total)}, the disk has room for {format_size(room)}; give another place")
+        with part.open("xb") as stream:
+            stream.write(header.ljust(data_start, b"\0"))
+            for tensor in file.tensors.values():
+                raw = tensor.raw
+                stream.write(memoryview(np.ascontiguousarray(raw)))
+                stream.write(bytes(-len(raw) % ALIGNMENT))
+        part.replace(out)
+    except OSError as error:
+        raise UsageError(f"{out}: cannot be written: {error.strerror or error}; give a place that can") from error
+    finally:
+        part.unlink(missing_ok=True)
+    return total
+
+
+def _header(file: GgufFile) -> tuple[bytes, int]:
+    """(everything in front of the data, where the data begins)."""
+    numbers = {kind.name: number for number, kind in TENSOR_TYPES.items()}
+    parts = [struct.pack("<4sIQQ", b"GGUF", 3, len(file.tensors), len(file.metadata))]
+    parts += [_string(key) + _value(value) for key, value in file.metadata.items()]
+    offset = 0
+    for tensor in file.tensors.values():
+        dims = tensor.shape[::-1]
+        parts.append(_string(tensor.name) + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, numbers[tensor.qtype], offset))
+        offset += round_up(raw_bytes(tensor.qtype, tensor.shape), ALIGNMENT)
+    header = b"".join(parts)
+    return header, round_up(len(header), ALIGNMENT)
+
+
+def _string(text: str) -> bytes:
+    data = text.encode()
+    return struct.pack("<Q", len(data)) + data
+
+
+def _value(value: object) -> bytes:
+    """A value of metadata with its type in front: bool, unsigned or float of 32 bits, text, or an array of text, int32 or float32."""
+    if isinstance(value, bool):
+        return struct.pack("<I?", 7, value)
+    if isinstance(value, int):
+        return struct.pack("<II", 4, value)
+    if isinstance(value, float):
+        return struct.pack("<If", 6, value)
+    if isinstance(value, str):
+        return struct.pack("<I", 8) + _string(value)
+    if isinstance(value, list):
+        return struct.pack("<IIQ", 9, 8, len(value)) + b"".join(map(_string, value))
+    array = np.asarray(value)
+    kind = {"int32": 5, "float32": 6}[array.dtype.name]
+    return struct.pack("<IIQ", 9, kind, len(array)) + array.tobytes()
+
+
+def _metadata(shape: SynthShape) -> dict[str, object]:
+    """As a file would hold it: numbers that are float32 there are rounded to it here."""
+    prefix = shape.architecture
+    keys: dict[str, object] = {
+        "block_count": shape.layers,
+        "context_length": shape.context,
+        "embedding_length": shape.hidden,
+        "feed_forward_length": shape.ffn,
+        "attention.head_count": shape.heads,
+        "attention.head_count_kv": shape.kv_heads,
+        "attention.key_length": shape.head_dim,
+        "attention.value_length": shape.head_dim,
+        "attention.layer_norm_rms_epsilon": float(np.float32(shape.rms_norm_eps)),
+        "rope.dimension_count": shape.head_dim,
+        "rope.freq_base": float(np.float32(rope_theta(shape))),
+    }
+    if shape.gemma:
+        keys |= {"attention.sliding_window": shape.sliding_window, "rope.freq_base_swa": LOCAL_THETA}
+    return {
+        "general.architecture": prefix,
+        "general.type": "model",
+        "general.name": shape.spec,
+        "general.file_type": _FILE_TYPES[shape.qtype],
+        "general.quantization_version": 2,
+        **{f"{prefix}.{key}": value for key, value in keys.items()},
+        **tokenizer_metadata(shape.vocab),
+    }

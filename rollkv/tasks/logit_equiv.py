@@ -1,0 +1,272 @@
+"""Teacher-forced comparison of configurations over one text: the logits behind every token, a reference against candidates.
+
+Two engines may not fit on one device, so they run one after the other: the reference goes first and its rows go to a file, which is read
+back slice by slice beside each candidate. Memory is a slice of rows, disk is N x vocab x 4 bytes. Every run feeds the same tokens in the
+same calls (one prefill, then the last tokens one by one), so that only what is compared differs. Yields rows, prints nothing.
+"""
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from math import ceil
+from pathlib import Path
+
+import numpy as np
+
+from rollkv.config import CacheConfig
+from rollkv.counts import parse_count, parse_percentage, split_list
+from rollkv.engine import BackendName, Engine, Progress
+from rollkv.errors import CheckFailed, OutOfMemoryError, UsageError
+from rollkv.logit_file import LogitFile, LogitFileWriter, logits_bytes
+from rollkv.metrics import Comparison, Limits, RowComparison
+from rollkv.pages import pages_for
+from rollkv.prose import running_text
+from rollkv.units import format_size
+
+DEFAULT_WINDOWS = "100%,50%,25%,1page"
+# Rounding activations to 16 bits moves the logits of small models by 0.004 rms; a margin this small may go either way.
+DEFAULT_NOISE = 0.05
+# Rounding activations to 8 bits, as other engines do, costs a mean KLD of 3e-3 to 4e-3 and 1 to 3 % of the top tokens: stay well below.
+DEFAULT_LIMITS = Limits(max_kld=1e-3, max_nmse=1e-3, min_top1=0.98)
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """One configuration. same_sums: it computes exactly what the reference computes, so that its bits must be equal."""
+
+    label: str
+    cache: CacheConfig
+    backend: BackendName
+    vram_target: int | None = None  # bytes
+    same_sums: bool = True
+
+
+@dataclass(frozen=True)
+class EquivRow:
+    """What one candidate came to. `broken` names the limits that it passed."""
+
+    spec: RunSpec
+    comparison: Comparison
+    limits: Limits
+    broken: tuple[str, ...]
+    window_cells: int
+    tail_cells: int
+    streamed_bytes: int
+    machine: dict[str, object]
+
+    @property
+    def passed(self) -> bool:
+        return not self.broken
+
+    def as_dict(self) -> dict[str, object]:
+        """Flat, in the names of the tables."""
+        found, first = self.comparison, self.comparison.first_difference
+        return {
+            "candidate": self.spec.label,
+            "passed": self.passed,
+            "broken_limits": "; ".join(self.broken) or None,
+            "limit_bit_equal": self.limits.bit_equal,
+            "limit_max_kld": self.limits.max_kld,
+            "limit_max_nmse": self.limits.max_nmse,
+            "limit_min_top1": self.limits.min_top1,
+            "rows": found.rows,
+            "bit_equal_rows": found.bit_equal_rows,
+            "not_finite_rows": found.not_finite_rows,
+            "first_unequal_position": found.first_unequal,
+            "max_abs": found.max_abs,
+            "nmse": found.nmse,
+            "kld_mean": found.kld_mean,
+            "kld_p999": found.kld_p999,
+            "kld_max": found.kld_max,
+            "tv_mean": found.tv_mean,
+            "same_top1": found.same_top1,
+            "real_frac": found.real_frac,
+            "noise": found.noise,
+            "positions": found.positions,
+            "full_agreement": found.full_agreement,
+            "first_difference_position": first.position if first else None,
+            "first_difference_margin": first.margin if first else None,
+            "first_difference_reference_token": first.reference_token if first else None,
+            "first_difference_candidate_token": first.candidate_token if first else None,
+            "cells_in_window": self.window_cells,
+            "cells_in_tail": self.tail_cells,
+            "streamed_bytes": self.streamed_bytes,
+        }
+
+
+Open = Callable[[RunSpec], AbstractContextManager[Engine]]
+ProgressFor = Callable[[RunSpec], Progress | None]
+Describe = Callable[[Engine], dict[str, object]]
+
+
+# -- what is compared ----------------------------------------------------------------------------------------------------------
+
+
+def window_specs(text: str, reference: RunSpec) -> tuple[RunSpec, ...]:
+    """Candidates from "100%,50%,1page,4096": percent of the context's pages (rounded up), pages, cells. Raises UsageError."""
+    cache = reference.cache
+    total = pages_for(cache.ctx_size, cache.page_cells)
+    specs: dict[int, RunSpec] = {}
+    for word in split_list(text, "--windows"):
+        if word.endswith("%"):
+            pages = max(1, ceil(total * parse_percentage(word, "--windows") / 100))
+        elif word.endswith(("page", "pages")):
+            pages = parse_count(word.removesuffix("s").removesuffix("page"), "--windows")
+        else:
+            pages = pages_for(parse_count(word, "--windows"), cache.page_cells)
+        pages = min(pages, total)
+        windowed = replace(cache, residency="window", window_cells=pages * cache.page_cells)
+        specs.setdefault(pages, replace(reference, label=f"window {word} ({pages} of {total} pages)", cache=windowed))
+    return tuple(specs.values())
+
+
+def candidate_specs(
+    reference: RunSpec, windows: str | None, vram_targets: Sequence[int], others: Sequence[RunSpec], *, own_reference: bool
+) -> tuple[RunSpec, ...]:
+    """Windows and caps of the reference's own configuration, then other types and backends. With none of them: DEFAULT_WINDOWS beside a
+    reference of our own, the resident run itself beside a stored one. Raises UsageError."""
+    if windows is None and not vram_targets and not others and own_reference:
+        windows = DEFAULT_WINDOWS
+    specs = window_specs(windows, reference) if windows is not None else ()
+    auto = replace(reference.cache, residency="auto", window_cells=None)
+    specs += tuple(replace(reference, label=f"cap {format_size(cap)}", cache=auto, vram_target=cap) for cap in vram_targets)
+    return specs + tuple(others) or (reference,)
+
+
+def other_specs(reference: RunSpec, key_types: Sequence[str], value_types: Sequence[str], backends: Sequence[str]) -> tuple[RunSpec, ...]:
+    """Candidates from the further entries of three lists whose first entries are the reference's. The lists of types go in pairs; one
+    with a single entry serves all. Raises UsageError when two longer ones differ in length."""
+    count = max(len(key_types), len(value_types))
+    if any(len(types) not in (1, count) for types in (key_types, value_types)):
+        raise UsageError(
+            f"--cache-type-k names {len(key_types)} types and --cache-type-v {len(value_types)}; give as many, or one for all: they go in pairs"
+        )
+    keys, values = (list(types) * (count if len(types) == 1 else 1) for types in (key_types, value_types))
+    typed = [replace(reference.cache, key_type=key, value_type=value) for key, value in zip(keys[1:], values[1:], strict=True)]  # type: ignore[arg-type]
+    specs = [replace(reference, label=f"KV {cache.key_type}/{cache.value_type}", cache=cache, same_sums=False) for cache in typed]
+    specs += [replace(reference, label=f"backend {name}", backend=name, same_sums=False) for name in backends[1:]]  # type: ignore[arg-type]
+    return tuple(specs)
+
+
+def limits_for(spec: RunSpec, asked: Limits | None, *, own_reference: bool) -> Limits:
+    """Those asked for; else bit equality where the sums are the reference's own, and DEFAULT_LIMITS elsewhere."""
+    if asked is not None:
+        return asked
+    return Limits(bit_equal=True) if spec.same_sums and own_reference else DEFAULT_LIMITS
+
+
+# -- the runs ------------------------------------------------------------------------------------------------------------------
+
+
+def forced_rows(
+    engine: Engine, tokens: Sequence[int], num_decode: int, on_progress: Progress | None = None
+) -> Iterator[tuple[int, np.ndarray]]:
+    """(first position, logits float32 [R, vocab]) of a fresh sequence; the last num_decode tokens go one by one."""
+    engine.reset()
+    prompt, rest = tokens[: len(tokens) - num_decode], tokens[len(tokens) - num_decode :]
+    position = 0
+    slices = engine.logit_rows(prompt) if len(prompt) else iter(())
+    for rows in slices:
+        yield position, rows
+        position += len(rows)
+        _tell(on_progress, position, len(tokens))
+    for token in rest:
+        yield position, engine.decode(int(token))[None]
+        position += 1
+        _tell(on_progress, position, len(tokens))
+
+
+@contextmanager
+def record_reference(
+    open_engine: Open, spec: RunSpec, tokens: Sequence[int], num_decode: int, vocab_size: int, save: Path | None, progress_for: ProgressFor
+) -> Iterator[LogitFile]:
+    """Runs the reference; its rows as a file: `save`, which stays, or one in the temporary directory, which goes with the context.
+
+    Raises OutOfMemoryError before the model loads when the disk is too small, CheckFailed when a row is not finite.
+    """
+    with tempfile.TemporaryDirectory(prefix="rollkv-logits-") as folder:
+        path = save or Path(folder) / "reference.npz"
+        check_disk(path, len(tokens), vocab_size)
+        with LogitFileWriter(path, np.asarray(tokens), vocab_size) as writer, open_engine(spec) as engine:
+            for position, rows in forced_rows(engine, tokens, num_decode, progress_for(spec)):
+                if not np.isfinite(rows).all():
+                    last = position + len(rows) - 1
+                    raise CheckFailed(f"the reference ({spec.label}) has logits that are not finite within positions {position} to {last}")
+                writer.write(rows)
+        yield LogitFile(path)
+
+
+def prose_ids(encode: Callable[[str], Sequence[int]], num_tokens: int) -> list[int]:
+    """The first num_tokens ids of the shipped prose, repeated as often as it takes."""
+    characters = 8 * num_tokens
+    while len(ids := encode(running_text(characters))) < num_tokens:
+        characters *= 2
+    return list(ids[:num_tokens])
+
+
+def check_disk(path: Path, num_tokens: int, vocab_size: int) -> None:
+    """Raises OutOfMemoryError when the logits do not fit beside `path`, UsageError when there is no such folder."""
+    if not path.parent.is_dir():
+        raise UsageError(f"--save {path}: there is no folder {path.parent}; name one that exists")
+    needed, free = logits_bytes(num_tokens, vocab_size), shutil.disk_usage(path.parent).free
+    if needed > free:
+        raise OutOfMemoryError(
+            f"the reference's logits take {format_size(needed)} of disk, but {path.parent} has {format_size(free)} free; "
+            "lower --tokens, or let TMPDIR or --save name another disk"
+        )
+
+
+def check_reference(reference: LogitFile, vocab_size: int) -> None:
+    """Raises UsageError when a stored file cannot be compared with a model of this vocabulary."""
+    if reference.vocab_size != vocab_size:
+        raise UsageError(
+            f"{reference.path}: its rows have {reference.vocab_size} logits, the model has {vocab_size} tokens; give a file of the same model"
+        )
+    wrong = reference.tokens[(reference.tokens < 0) | (reference.tokens >= vocab_size)]
+    if len(wrong):
+        raise UsageError(f"{reference.path}: token id {wrong[0]} is outside the vocabulary of {vocab_size}; give a file of the same model")
+
+
+def compare(
+    reference: LogitFile,
+    open_engine: Open,
+    specs: Sequence[RunSpec],
+    *,
+    num_decode: int,
+    noise: float,
+    limits: Callable[[RunSpec], Limits],
+    progress_for: ProgressFor,
+    describe: Describe,
+) -> Iterator[EquivRow]:
+    """Runs every candidate over the reference's tokens and yields what it came to."""
+    for spec in specs:
+        wanted = limits(spec)
+        with open_engine(spec) as engine:
+            found = _compare_one(reference, engine, num_decode, noise, progress_for(spec))
+            position = engine.position
+            tail = max(pages_for(position, engine.budget.page_cells) - engine.budget.window_pages, 0) * engine.budget.page_cells
+            row = EquivRow(spec, found, wanted, wanted.broken(found), position - tail, tail, engine.copied_bytes[0], describe(engine))
+        yield row
+
+
+def _compare_one(reference: LogitFile, engine: Engine, num_decode: int, noise: float, on_progress: Progress | None) -> Comparison:
+    comparison = RowComparison(noise)
+    tokens, positions, top1 = reference.tokens.tolist(), reference.positions, reference.top1
+    with reference.rows() as stored:
+        for begin, rows in forced_rows(engine, tokens, num_decode, on_progress):
+            here = np.arange(begin, begin + len(rows))
+            first, last = np.searchsorted(positions, [begin, begin + len(rows)])
+            known = positions[first:last]
+            if len(known):
+                comparison.add(known, stored.read(len(known)), rows[known - begin])
+            if top1 is not None and len(known) < len(rows):
+                others = np.setdiff1d(here, known)
+                comparison.add_tops(others, top1[others], rows[others - begin].argmax(1))
+    return comparison.result()
+
+
+def _tell(on_progress: Progress | None, done: int, total: int) -> None:
+    if on_progress is not None:
+        on_progress(done, total)

@@ -1,0 +1,331 @@
+"""Decode, merge and prefill attention against the float64 oracle; equal bits however pages and queries are divided into launches.
+
+Cells after the newest, cells that have left the sliding window and unused slots hold NaN, outputs and partial states begin as NaN.
+"""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollkv.backend import PageFormat
+from rollkv.config import LayerConfig
+from rollkv.cuda.device import DeviceArray
+from rollkv.cuda.kernels import attn_decode, attn_merge, attn_prefill
+from rollkv.cuda.nvrtc import ARCHS, KernelError
+
+from oracle_attention import Cache, attend, make_cache, make_layer, relative_error
+
+gpu = pytest.mark.gpu
+FLOAT_ERROR = 3e-6  # relative, of float32 arithmetic over some hundred cells; the oracle works with the cells as stored
+HALF_ERROR = 6e-4  # of the kernels that round queries and softmax weights to half precision
+
+# group, num_kv_heads, key_dim, value_dim, key_type, value_type, page_cells, cells, sliding_window, places
+DECODE = [
+    (1, 1, 64, 64, "f16", "f16", 64, 1, None, "ring"),
+    (3, 3, 64, 64, "f16", "f16", 64, 63, None, "ring"),
+    (4, 1, 128, 128, "f16", "f16", 64, 64, None, "two"),
+    (5, 2, 128, 128, "bf16", "bf16", 64, 65, None, "two"),
+    (8, 1, 256, 256, "bf16", "f16", 64, 333, None, "shuffled"),
+    (16, 2, 128, 128, "f16", "f16", 64, 333, None, "shuffled"),
+    (11, 1, 96, 80, "f32", "bf16", 32, 173, None, "shuffled"),
+    (2, 8, 80, 96, "f16", "f32", 16, 93, None, "ring"),
+    (1, 2, 16, 32, "f32", "f32", 128, 653, None, "two"),
+    (4, 1, 192, 128, "f16", "f16", 64, 200, None, "shuffled"),
+    (4, 1, 256, 256, "f16", "f16", 64, 400, 130, "ring"),
+    (3, 2, 64, 64, "f16", "f16", 32, 97, 32, "shuffled"),
+    (5, 1, 128, 128, "f32", "f16", 64, 64, 64, "two"),
+    (8, 1, 128, 128, "f16", "f16", 256, 1293, None, "shuffled"),
+    (5, 2, 128, 128, "f16", "f16", 256, 255, None, "ring"),
+    (5, 2, 128, 128, "f16", "f16", 256, 256, None, "two"),
+    (4, 1, 256, 256, "f16", "f16", 256, 700, 300, "two"),
+    (6, 1, 64, 64, "f16", "f16", 256, 257, None, "two"),
+    (4, 2, 64, 64, "f16", "f16", 256, 1293, 1, "ring"),
+    (13, 1, 128, 128, "f16", "f16", 256, 600, None, "two"),
+    (7, 1, 192, 192, "f16", "f16", 256, 300, 90, "shuffled"),
+    (3, 1, 192, 192, "bf16", "bf16", 256, 300, None, "ring"),
+]
+# ..., cells already there (position), tokens, sliding_window, places
+PREFILL = [
+    (1, 1, 64, 64, "f16", "f16", 64, 0, 2, None, "ring"),
+    (3, 1, 64, 64, "f16", "f16", 64, 0, 130, None, "ring"),
+    (5, 2, 128, 128, "f16", "f16", 64, 100, 65, None, "two"),
+    (4, 1, 128, 128, "bf16", "bf16", 64, 37, 100, None, "two"),
+    (2, 1, 256, 256, "f16", "f16", 64, 63, 70, None, "shuffled"),
+    (1, 2, 256, 256, "f32", "f32", 32, 5, 40, None, "shuffled"),
+    (2, 1, 192, 128, "bf16", "f16", 64, 70, 33, None, "two"),
+    (3, 1, 80, 96, "f32", "bf16", 16, 21, 50, None, "shuffled"),
+    (1, 3, 16, 32, "f16", "f32", 32, 90, 67, None, "ring"),
+    (2, 1, 64, 64, "f16", "f16", 32, 120, 80, 50, "ring"),
+    (1, 1, 256, 256, "f16", "f16", 64, 200, 40, 33, "two"),
+    (2, 1, 128, 128, "f32", "f32", 64, 190, 70, 1, "two"),
+    (2, 2, 128, 128, "f16", "f16", 256, 500, 70, None, "two"),
+    (1, 1, 96, 96, "f16", "f16", 256, 250, 12, None, "ring"),
+    (1, 1, 80, 80, "f16", "f16", 64, 250, 12, 100, "ring"),
+    (1, 1, 64, 64, "f16", "f16", 64, 90, 1, None, "two"),
+    (1, 2, 192, 192, "f16", "f16", 64, 90, 140, 64, "shuffled"),
+    (1, 1, 256, 256, "f16", "f16", 256, 300, 150, None, "two"),
+]
+
+
+def poisoned(cuda: Any, label: str, shape: tuple[int, ...]) -> Any:
+    return cuda.upload(label, np.full(shape, np.nan, np.float32))
+
+
+def run_decode(
+    cuda: Any, cache: Cache, pools: list[Any], q: np.ndarray, layer: LayerConfig, scale: float, cuts: tuple[int, ...], base_page: int = 0
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(merged out [H, Dv], part_out, part_lse)."""
+    num_parts = cache.num_pages - base_page
+    part_out = poisoned(cuda, "part_out", (num_parts + 1, layer.num_heads, layer.value_dim))
+    part_lse = poisoned(cuda, "part_lse", (num_parts + 1, layer.num_heads))
+    out = poisoned(cuda, "out", (1, layer.num_heads * layer.value_dim))
+    position = cuda.upload("position", np.array([cache.keys.shape[0] - 1], np.int32))
+    queries = cuda.upload("q", q)
+    for run in cache.runs(pools, cuts, base_page):
+        cuda.attend_rows(queries, position, run, base_page, layer, cache.page, scale, part_out, part_lse)
+    cuda.merge_rows(part_out, part_lse, num_parts, layer, out)
+    parts = cuda.read(part_out), cuda.read(part_lse)
+    assert np.isnan(parts[0][num_parts:]).all() and np.isnan(parts[1][num_parts:]).all()
+    return cuda.read(out).reshape(layer.num_heads, layer.value_dim), parts[0][:num_parts], parts[1][:num_parts]
+
+
+def decode_limit(case_page: PageFormat, layer: LayerConfig) -> float:
+    return HALF_ERROR if attn_decode.variant(layer, case_page) == "mma" else FLOAT_ERROR
+
+
+def prefill_limit(case_page: PageFormat, layer: LayerConfig) -> float:
+    return HALF_ERROR if attn_prefill.variant(layer, case_page) == "mma" else FLOAT_ERROR
+
+
+@gpu
+@pytest.mark.parametrize("case", DECODE)
+def test_decode_equals_the_oracle_and_every_division_into_launches(cuda: Any, case: tuple[Any, ...]) -> None:
+    group, kv_heads, key_dim, value_dim, key_type, value_type, page_cells, cells, window, places = case
+    page = PageFormat(kv_heads, key_dim, value_dim, key_type, value_type, page_cells)
+    layer = make_layer(group * kv_heads, kv_heads, key_dim, value_dim, window)
+    rng = np.random.default_rng([2, group, cells, key_dim])
+    cache = make_cache(rng, page, cells, places=places, first_visible=max(cells - window, 0) if window else 0)
+    q = (rng.standard_normal((1, layer.num_heads * key_dim)) * 3).astype(np.float32)
+    scale = 1 / np.sqrt(key_dim)
+    pools = [cuda.upload(f"pool {i}", x) for i, x in enumerate(cache.pools)]
+    out, part_out, part_lse = run_decode(cuda, cache, pools, q, layer, scale, ())
+
+    exact_q = q.reshape(1, layer.num_heads, key_dim).astype(np.float64)
+    limit = decode_limit(page, layer)
+    exact, _ = attend(exact_q, cache.keys, cache.values, cells - 1, scale, window)
+    assert relative_error(out, exact[0]) < limit
+    for number in range(cache.num_pages):
+        s = slice(number * page_cells, (number + 1) * page_cells)
+        exact, lse = attend(exact_q, cache.keys[s], cache.values[s], cells - 1, scale, window, s.start)
+        if np.isinf(lse).all():
+            assert (part_out[number] == 0).all() and (part_lse[number] == -np.inf).all()
+        else:
+            assert relative_error(part_out[number], exact[0]) < limit
+            assert np.abs(part_lse[number] - lse[0]).max() < 10 * limit
+
+    for cuts in {tuple(range(1, cache.num_pages)), (cache.num_pages // 2,), tuple(range(1, cache.num_pages, 3))}:
+        again = run_decode(cuda, cache, pools, q, layer, scale, cuts)
+        for x, y in zip((out, part_out, part_lse), again, strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
+@gpu
+def test_decode_from_a_later_base_page(cuda: Any) -> None:
+    """A sliding layer's runs begin where the window does; the parts are counted from there."""
+    page, layer = PageFormat(2, 64, 64, "f16", "f16", 32), make_layer(6, 2, 64, 64, 70)
+    rng = np.random.default_rng(3)
+    cache = make_cache(rng, page, 203, places="two", first_visible=133)
+    q = rng.standard_normal((1, 6 * 64)).astype(np.float32)
+    pools = [cuda.upload(f"pool {i}", x) for i, x in enumerate(cache.pools)]
+    out, _, _ = run_decode(cuda, cache, pools, q, layer, 0.125, (5,), base_page=133 // 32)
+    exact, _ = attend(q.reshape(1, 6, 64).astype(np.float64), cache.keys, cache.values, 202, 0.125, 70)
+    assert relative_error(out, exact[0]) < decode_limit(page, layer)
+
+
+@gpu
+@pytest.mark.parametrize(("num_parts", "value_dim"), [(1, 64), (16, 80), (17, 256), (100, 128), (1025, 16)])
+def test_merge(cuda: Any, num_parts: int, value_dim: int) -> None:
+    """Against float64; empty parts are the identity whatever they hold; head 0 is empty everywhere; a NaN is not hidden."""
+    layer = make_layer(5, 5, 64, value_dim)
+    rng = np.random.default_rng([4, num_parts])
+    part_out = rng.standard_normal((num_parts, 5, value_dim)).astype(np.float32)
+    part_lse = (rng.standard_normal((num_parts, 5)) * 20 + 300).astype(np.float32)
+    part_lse[rng.random((num_parts, 5)) < 0.3] = -np.inf
+    part_lse[num_parts // 2] = 310
+    part_lse[:, 0] = -np.inf
+    part_out[np.isinf(part_lse)] = np.nan
+    part_lse[num_parts - 1, 4] = np.nan
+    out = poisoned(cuda, "out", (1, 5 * value_dim))
+    cuda.merge_rows(cuda.upload("part_out", part_out), cuda.upload("part_lse", part_lse), num_parts, layer, out)
+    merged = cuda.read(out).reshape(5, value_dim)
+    weights = np.exp(part_lse[:, 1:4].astype(np.float64) - part_lse[:, 1:4].max(axis=0))
+    parts = np.where(weights[..., None] > 0, part_out[:, 1:4], 0).astype(np.float64)
+    exact = (weights[..., None] * parts).sum(axis=0) / weights.sum(axis=0)[:, None]
+    assert relative_error(merged[1:4], exact) < FLOAT_ERROR
+    assert (merged[0] == 0).all()
+    assert np.isnan(merged[4]).all()
+
+
+def run_prefill(
+    cuda: Any, cache: Cache, pools: list[Any], q: np.ndarray, position: int, layer: LayerConfig, scale: float, cuts: tuple[int, ...]
+) -> np.ndarray:
+    """out [T, H*Dv] of queries at position on, over the cache's pages that hold cells up to the last query's."""
+    num_tokens = q.shape[0]
+    state = poisoned(cuda, "state", (num_tokens, layer.num_heads * (layer.value_dim + attn_prefill.STATE_EXTRA)))
+    out = poisoned(cuda, "out", (num_tokens, layer.num_heads * layer.value_dim))
+    at, queries = cuda.upload("position", np.array([position], np.int32)), cuda.upload("q", q)
+    runs = cache.runs(pools, cuts)
+    for i, run in enumerate(runs):
+        ends = {"first": i == 0, "last": i + 1 == len(runs)}
+        cuda.attend_tile(queries, at, run, layer, cache.page, scale, state, **ends, out=out)
+    return cuda.read(out)
+
+
+@gpu
+@pytest.mark.parametrize("case", PREFILL)
+def test_prefill_equals_the_oracle_and_every_division_of_pages_and_queries(cuda: Any, case: tuple[Any, ...]) -> None:
+    group, kv_heads, key_dim, value_dim, key_type, value_type, page_cells, position, num_tokens, window, places = case
+    page = PageFormat(kv_heads, key_dim, value_dim, key_type, value_type, page_cells)
+    layer = make_layer(group * kv_heads, kv_heads, key_dim, value_dim, window)
+    rng = np.random.default_rng([5, group, position, num_tokens, key_dim])
+    first_visible = max(position - window + 1, 0) if window else 0
+    cache = make_cache(rng, page, position + num_tokens, places=places, first_visible=first_visible)
+    q = (rng.standard_normal((num_tokens, layer.num_heads * key_dim)) * 3).astype(np.float32)
+    scale = 1 / np.sqrt(key_dim)
+    pools = [cuda.upload(f"pool {i}", x) for i, x in enumerate(cache.pools)]
+    out = run_prefill(cuda, cache, pools, q, position, layer, scale, ())
+    shaped = q.reshape(num_tokens, layer.num_heads, key_dim).astype(np.float64)
+    exact, _ = attend(shaped, cache.keys, cache.values, position, scale, window)
+    assert relative_error(out, exact.reshape(out.shape)) < prefill_limit(page, layer)
+
+    for cuts in {tuple(range(1, cache.num_pages)), (cache.num_pages // 2,), tuple(range(1, cache.num_pages, 3))}:
+        np.testing.assert_array_equal(run_prefill(cuda, cache, pools, q, position, layer, scale, cuts), out)
+    a, b = num_tokens // 3, num_tokens * 5 // 8
+    calls = [(0, a), (a, b), (b, num_tokens)]
+    rows = [run_prefill(cuda, cache, pools, q[x:y], position + x, layer, scale, (1,)) for x, y in calls if y > x]
+    np.testing.assert_array_equal(np.concatenate(rows), out)
+
+
+@gpu
+@pytest.mark.parametrize("form", [(2, 64, 64, "f16", "f16", 256), (1, 256, 256, "f32", "f16", 64)])
+def test_large_scores(cuda: Any, form: tuple[Any, ...]) -> None:
+    """Scores of some hundred, with a maximum that moves from block to block: no overflow, and the same as the oracle."""
+    page = PageFormat(*form)
+    layer = make_layer(4 * page.num_kv_heads, page.num_kv_heads, page.key_dim, page.value_dim)
+    rng = np.random.default_rng(6)
+    cache = make_cache(rng, page, 400, places="two", seed_scale=8.0)
+    cache.keys[:] *= 1  # the oracle reads what was stored
+    q = np.round(rng.standard_normal((20, layer.num_heads * page.key_dim)) * 4).astype(np.float32)  # exact in half precision
+    pools = [cuda.upload(f"pool {i}", x) for i, x in enumerate(cache.pools)]
+    scale = 1 / np.sqrt(page.key_dim)
+    exact, _ = attend(q.reshape(20, layer.num_heads, -1).astype(np.float64), cache.keys, cache.values, 380, scale)
+    assert relative_error(run_prefill(cuda, cache, pools, q, 380, layer, scale, ()), exact.reshape(20, -1)) < 2e-3
+    out, _, _ = run_decode(cuda, cache, pools, q[19:], layer, scale, ())
+    assert relative_error(out, exact[19]) < 2e-3
+
+
+@gpu
+def test_decode_past_two_to_the_31_bytes(cuda: Any) -> None:
+    """Pages in the last slots of a pool of more than 2^32 bytes: offsets are 64 bits wide."""
+    page, layer = PageFormat(8, 128, 128, "f16", "f16", 256), make_layer(8, 8, 128, 128)
+    slots = (1 << 32) // page.page_bytes + 3
+    free = cuda.free_bytes() if hasattr(cuda, "free_bytes") else None
+    if free is not None and free < slots * page.page_bytes + (1 << 30):
+        pytest.skip(f"a pool of {slots * page.page_bytes} bytes does not fit {free} bytes of free device memory")
+    rng = np.random.default_rng(7)
+    cache = make_cache(rng, page, 600, places="ring")
+    pool = cuda.empty("large pool", (slots, page.page_bytes), "u8")
+    for number, (_, slot) in enumerate(cache.places):
+        target = pool.view((1, page.page_bytes), "u8", (slots - 3 + number) * page.page_bytes)
+        cuda.write(target, cache.pools[0][slot])
+    moved = Cache(page, cache.keys, cache.values, (np.empty((slots, 0), np.uint8),), tuple((0, slots - 3 + i) for i in range(3)))
+    q = rng.standard_normal((1, 1024)).astype(np.float32)
+    out, _, _ = run_decode(cuda, moved, [pool], q, layer, 0.09, ())
+    exact, _ = attend(q.reshape(1, 8, 128).astype(np.float64), cache.keys, cache.values, 599, 0.09)
+    assert relative_error(out, exact[0]) < decode_limit(page, layer)
+    out = run_prefill(cuda, moved, [pool], q, 599, layer, 0.09, (1, 2))
+    assert relative_error(out, exact[0].reshape(1, -1)) < prefill_limit(page, layer)
+
+
+# ---- without a GPU ----------------------------------------------------------------------------------------------------------------
+
+
+def test_every_head_has_one_block_in_decode() -> None:
+    for group in range(1, 40):
+        shape = attn_decode.launch_shape(group, 3, 7)
+        assert shape.heads <= 8 and shape.heads * (shape.chunks - 1) < group <= shape.heads * shape.chunks
+        assert shape.grid == (7 * shape.chunks, 3, 1)
+        assert attn_decode.mma_launch_shape(group, 3, 7) == shape._replace(grid=(shape.chunks, 3, 7))
+
+
+def test_prefill_fits_the_shared_memory_of_every_card() -> None:
+    for key_dim in range(16, 257, 16):
+        for value_dim in range(16, 257, 16):
+            shape = attn_prefill.launch_shape(key_dim, value_dim, 8, 100)
+            assert shape.shared_bytes <= 99 << 10 and shape.grid[0] == -(-100 // shape.rows) * 8
+    for arch in ARCHS:
+        for dim in (64, 80, 96, 128, 192, 256):
+            shape, tile = attn_prefill.mma_launch_shape(dim, arch, 8, 100), attn_prefill.mma_tile(dim, arch)
+            assert shape.shared_bytes <= 99 << 10 and shape.grid[0] == -(-100 // shape.rows) * 8
+            assert 64 % tile.cells == 0 and tile.cells * dim // 8 % shape.threads == 0
+
+
+@pytest.mark.parametrize(
+    ("form", "group", "decode", "prefill"),
+    [
+        (("f16", "f16", 128, 128, 256), 5, "mma", "mma"),
+        (("f16", "f16", 128, 128, 256), 3, "float32", "mma"),
+        (("f16", "f16", 80, 80, 256), 8, "float32", "mma"),
+        (("f16", "f16", 256, 256, 64), 4, "float32", "mma"),
+        (("f16", "f16", 256, 256, 32), 4, "float32", "float32"),
+        (("f16", "f16", 192, 128, 256), 4, "float32", "float32"),
+        (("bf16", "bf16", 128, 128, 256), 8, "float32", "float32"),
+        (("f16", "f32", 64, 64, 256), 8, "float32", "float32"),
+        (("f16", "f16", 112, 112, 256), 8, "float32", "float32"),
+    ],
+)
+def test_the_kernel_follows_from_the_configuration(form: tuple[Any, ...], group: int, decode: str, prefill: str) -> None:
+    key_type, value_type, key_dim, value_dim, cells = form
+    page, layer = PageFormat(2, key_dim, value_dim, key_type, value_type, cells), make_layer(2 * group, 2, key_dim, value_dim)
+    assert (attn_decode.variant(layer, page), attn_prefill.variant(layer, page)) == (decode, prefill)
+
+
+def test_merge_covers_all_columns() -> None:
+    for value_dim in range(16, 257, 16):
+        grid = attn_merge.launch_shape(6, value_dim).grid
+        assert grid[0] == 6 and value_dim <= grid[1] * 32 < value_dim + 32
+
+
+class NoLauncher:
+    """Fails the test when something is launched."""
+
+    def launch(self, *args: Any, **kwargs: Any) -> None:
+        pytest.fail("launched in spite of wrong operands")
+
+
+def test_wrong_shapes_are_refused() -> None:
+    page, layer = PageFormat(2, 64, 64, "f16", "f16", 32), make_layer(6, 2, 64, 64)
+    cache = make_cache(np.random.default_rng(8), page, 100)
+    pools = [DeviceArray(4096, x.shape, "u8") for x in cache.pools]
+    run = cache.runs(pools)[0]
+    position, q = DeviceArray(4096, (1,), "i32"), DeviceArray(4096, (1, 384), "f32")
+    outs, lses = DeviceArray(4096, (4, 6, 64), "f32"), DeviceArray(4096, (4, 6), "f32")
+    state = DeviceArray(4096, (1, 6 * 72), "f32")
+    launcher: Any = NoLauncher()
+    with pytest.raises(KernelError, match="do not fit 4 partial states"):
+        attn_decode.attend_rows(launcher, q, position, run, -1, layer, page, 1.0, outs, lses)
+    with pytest.raises(KernelError, match="q must be f32"):
+        attn_decode.attend_rows(launcher, DeviceArray(4096, (1, 380), "f32"), position, run, 0, layer, page, 1.0, outs, lses)
+    with pytest.raises(KernelError, match="part_lse must be"):
+        attn_merge.merge_rows(launcher, outs, outs, 4, layer, q)
+    with pytest.raises(KernelError, match="5 parts of 4"):
+        attn_merge.merge_rows(launcher, outs, lses, 5, layer, q)
+    with pytest.raises(KernelError, match="state must be"):
+        attn_prefill.attend_tile(launcher, q, position, run, layer, page, 1.0, q, first=True, last=True, out=q)
+    with pytest.raises(KernelError, match="the pool must be"):
+        attn_prefill.attend_tile(
+            launcher, q, position, run, layer, PageFormat(2, 64, 64, "f16", "f16", 64), 1.0, state, first=True, last=True, out=q
+        )
+    with pytest.raises(KernelError, match="multiple of 16"):
+        attn_prefill.spec("f16", "f16", 72, 64)

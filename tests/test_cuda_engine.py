@@ -1,0 +1,76 @@
+"""The CUDA engine against the host engine on the fixture models, and against itself with other residencies, bit for bit."""
+
+import engines
+import numpy as np
+import pytest
+
+from rollkv.config import CacheConfig
+from rollkv.engine import Engine, load
+
+pytestmark = pytest.mark.gpu
+
+PAGE = 64
+
+
+def cuda_engine(model: str, config: CacheConfig) -> Engine:
+    return load(engines.FIXTURES / f"{model}.gguf", config, backend="cuda")
+
+
+def rows_of(engine: Engine, tokens: list[int], prompt: int) -> np.ndarray:
+    with engine:
+        rows = list(engine.logit_rows(tokens[:prompt]))
+        rows += [engine.decode(token)[None] for token in tokens[prompt:]]
+    return np.concatenate(rows)
+
+
+@pytest.mark.parametrize("model", engines.MODELS)
+@pytest.mark.parametrize("prompt", [150, 10])
+def test_cuda_agrees_with_the_host(model: str, prompt: int) -> None:
+    """A long prompt goes through the large products, a short one and the single steps through the batch-invariant ones."""
+    want = engines.fixture(model)
+    tokens = want["tokens"].tolist()
+    got = rows_of(cuda_engine(model, engines.cache(160, page_cells=PAGE, ubatch=160, kv="f16")), tokens, prompt)
+    host = rows_of(engines.host_engine(model, engines.cache(160, page_cells=PAGE, ubatch=160, kv="f16")), tokens, prompt)
+    for row, reference in zip(got, host, strict=True):
+        assert engines.nmse(row, reference) <= 1e-4
+    assert np.abs(got - want["logits"]).max() <= 6 * want["err_f16"].max()
+
+
+@pytest.mark.parametrize("model", engines.MODELS)
+def test_greedy_continuation_equals_the_stored_one(model: str) -> None:
+    want = engines.fixture(model)
+    with cuda_engine(model, engines.cache(56, page_cells=PAGE)) as engine:
+        assert list(engine.generate_ids(want["tokens"][:32].tolist(), 24)) == want["greedy"].tolist()
+
+
+@pytest.mark.parametrize("kv,value_kv", [("f16", "f16"), ("f32", "f32"), ("bf16", "f16")])
+@pytest.mark.parametrize("model", engines.MODELS)
+def test_every_window_gives_the_resident_bits(model: str, kv: str, value_kv: str) -> None:
+    tokens = engines.fixture(model)["tokens"].tolist() * 5
+    options = {"page_cells": PAGE, "kv": kv, "value_kv": value_kv, "ubatch": 200}
+    resident = rows_of(cuda_engine(model, engines.cache(800, **options)), tokens, 700)  # type: ignore[arg-type]
+    assert np.isfinite(resident).all()
+    for pages in (1, 2, 5):
+        windowed = rows_of(cuda_engine(model, engines.cache(800, window=pages * PAGE, **options)), tokens, 700)  # type: ignore[arg-type]
+        np.testing.assert_array_equal(windowed, resident, err_msg=f"window of {pages} pages")
+
+
+@pytest.mark.parametrize("length", [1, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE - 1, 2 * PAGE, 2 * PAGE + 1])
+def test_lengths_around_pages_and_windows(length: int) -> None:
+    want = engines.fixture("qwen2")
+    tokens = want["tokens"][: length + 3].tolist()
+    got = rows_of(cuda_engine("qwen2", engines.cache(length + 3, page_cells=PAGE, window=PAGE, kv="f16")), tokens, length)
+    assert np.isfinite(got).all()
+    assert np.abs(got - want["logits"][: length + 3]).max() <= 6 * want["err_f16"].max()
+
+
+def test_closing_gives_everything_back() -> None:
+    from rollkv.cuda.backend import CudaBackend
+
+    with CudaBackend(0) as before:
+        free = before.free_bytes()
+    for _ in range(3):
+        with cuda_engine("llama", engines.cache(160, page_cells=PAGE, window=PAGE, kv="f16")) as engine:
+            engine.prefill(list(range(100)))
+    with CudaBackend(0) as after:
+        assert after.free_bytes() >= free - (4 << 20)

@@ -1,0 +1,61 @@
+"""Every kernel instance compiles for every architecture, without a GPU, and spills nothing.
+
+Cubins are kept in pytest's cache directory with the compiler's log: what did not change since the last run is not compiled again.
+"""
+
+from dataclasses import replace
+from types import ModuleType
+
+import pytest
+
+from rollkv.cuda.nvrtc import ARCHS, CubinCache, compile_cubin, find_csrc
+from rollkv.cuda.report_kernels import Resources, by_source, kernel_modules, resources
+
+MODULES = kernel_modules()
+
+
+@pytest.fixture(scope="session")
+def cache(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> CubinCache:
+    kept = getattr(pytestconfig, "cache", None)  # absent with -p no:cacheprovider
+    return CubinCache(kept.mkdir("cubins") if kept else tmp_path_factory.mktemp("cubins"))
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__.rsplit(".", 1)[-1])
+def test_compiles_without_spills(module: ModuleType, arch: str, cache: CubinCache) -> None:
+    instances = module.instances()
+    assert instances and len(set(instances)) == len(instances)
+    for source, expressions in by_source(instances, arch).items():
+        used = resources(cache.get(source, expressions, arch))
+        assert set(used) == set(expressions)
+        assert {name: r.spill_bytes for name, r in used.items() if r.spill_bytes} == {}
+        assert all(r.registers > 0 for r in used.values())
+
+
+def test_every_source_has_a_module() -> None:
+    named = {spec.source for module in MODULES for spec in module.instances()}
+    assert named == {path.name for path in find_csrc().glob("*.cu")}
+
+
+def test_expressions_name_one_kernel_each() -> None:
+    """The launcher looks kernels up by expression."""
+    specs = {spec for module in MODULES for spec in module.instances()}
+    assert len({spec.expression for spec in specs}) == len(specs)
+
+
+def test_a_spill_is_seen(tmp_path) -> None:
+    """A kernel that keeps 96 values in 32 registers must be reported, or the test above proves nothing."""
+    (tmp_path / "spill.cu").write_text(
+        "template <int N> __global__ void __launch_bounds__(1024, 2) spill(float* x) {\n"
+        "  float v[N];\n#pragma unroll\n  for (int i = 0; i < N; i++) v[i] = x[i * 1024 + threadIdx.x];\n  __syncthreads();\n"
+        "#pragma unroll\n  for (int i = 0; i < N; i++) x[(N - 1 - i) * 1024 + threadIdx.x] = v[i] * v[(i * 7 + 3) % N];\n}\n"
+    )
+    used = resources(compile_cubin("spill.cu", ("spill<96>",), "sm_90a", tmp_path))["spill<96>"]
+    assert used.spill_bytes > 0 and used.registers == 32
+
+
+def test_an_unreadable_log_is_no_pass() -> None:
+    cubin = compile_cubin("add.cu", ("add<4, 256>",), "sm_80")
+    assert resources(cubin) == {"add<4, 256>": Resources(registers=14, shared_bytes=0, stack_bytes=0, spill_bytes=0)}
+    with pytest.raises(ValueError, match="add<4, 256>"):
+        resources(replace(cubin, log="ptxas changed its mind"))

@@ -1,0 +1,119 @@
+"""What is printed: JSON that always parses, statistics without invented figures, progress that does not flood a log."""
+
+import io
+import json
+import sys
+
+import numpy as np
+import pytest
+
+from rollkv import report
+from rollkv.budget import Budget
+from rollkv.engine import Stats
+from rollkv.units import GIB, MIB
+
+
+def budget(cap: int | None = None) -> Budget:
+    return Budget(
+        device=(("weights", 3 * GIB), ("resident window", GIB)),
+        cap_bytes=cap,
+        total_pages=10,
+        window_pages=4,
+        page_cells=256,
+        ring=None,
+        fresh_slots=0,
+        host_tail_bytes=600 * MIB,
+        kv_bytes=GIB,
+        overhead_measured=False,
+    )
+
+
+def test_json_never_holds_what_json_does_not_know(capsys):
+    report.write_json(
+        {"nan": float("nan"), "row": np.array([1.5, np.inf]), "one": np.int64(3), "deep": [{"x": -float("inf")}], "text": "\u00e9\ud800"}
+    )
+    out = capsys.readouterr().out
+    assert json.loads(out) == {"nan": None, "row": [1.5, None], "one": 3, "deep": [{"x": None}], "text": "\u00e9\ud800"}
+    assert "NaN" not in out and "Infinity" not in out
+
+
+def test_statistics_line_of_a_streamed_run():
+    stats = Stats(
+        prompt_tokens=6000,
+        generated_tokens=101,
+        prefill_seconds=2.0,
+        decode_seconds=4.0,
+        ttft_seconds=2.01,
+        window_cells=1024,
+        tail_cells=5120,
+        link_bytes=200 * 10**9,
+        peak_device_bytes=5 * GIB,
+        cap_bytes=6 * GIB,
+    )
+    line = report.statistics_line(stats, budget(6 * GIB), "cuda", "length")
+    assert line == (
+        "pp 6000 tok 3000 tok/s | tg 101 tok 25.0 tok/s | ttft 2.01 s | cells 1024 window + 5120 tail | link 50.0 GB/s | "
+        "device peak 5.00 GiB, planned 4.00 GiB, cap 6.00 GiB | stop length"
+    )
+
+
+def test_statistics_line_leaves_out_what_was_not_measured():
+    line = report.statistics_line(Stats(), budget(), "host", None)
+    assert line == "pp 0 tok | tg 0 tok | cells 0 window + 0 tail | link idle | host backend | stop none"
+
+
+def test_budget_table_adds_up():
+    rows = [line.rsplit("  ", 1) for line in report.budget_table(budget(6 * GIB)).splitlines()]
+    shown = {name.strip(): value.strip() for name, value in rows}
+    assert shown == {
+        "weights": "3.00 GiB",
+        "resident window": "1.00 GiB",
+        "total on the device": "4.00 GiB",
+        "cap": "6.00 GiB",
+        "cells resident": "1024",
+        "cells in the tail": "1536",
+        "host memory for the tail": "600.0 MiB",
+    }
+
+
+def test_progress_in_a_log_is_a_line_every_ten_seconds(capsys):
+    now = [0.0]
+    progress = report.PhaseProgress("prompt", stream=io.StringIO(), clock=lambda: now[0])
+    for step in range(1, 101):
+        now[0] = step * 0.7
+        progress(step * 10, 1000)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 6
+    assert lines[0] == "rollkv: prompt 150 of 1000 (15 %)"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_on_a_terminal_is_a_bar_that_goes_away():
+    terminal = Terminal()
+    with report.PhaseProgress("prompt", stream=terminal) as progress:
+        progress(1, 4)
+        assert "prompt" in terminal.getvalue() and "1 of 4" in terminal.getvalue()
+        progress(4, 4)
+    assert progress._bar is None
+
+
+def test_a_phase_of_one_step_shows_nothing(capsys):
+    terminal = Terminal()
+    with report.PhaseProgress("prompt", stream=terminal) as progress:
+        progress(4, 4)
+    assert terminal.getvalue() == "" and capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("closed", ["missing", "broken"])
+def test_a_closed_stderr_neither_stops_the_run_nor_reaches_stdout(monkeypatch, capsys, closed):
+    class Broken(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stderr", None if closed == "missing" else Broken())
+    report.warn("something")
+    assert capsys.readouterr().out == ""

@@ -3,6 +3,7 @@
 PYTHON      ?= python3
 VENV        ?= .venv
 PROMPT      ?= Explain in two sentences what a key-value cache is.
+JOBS        ?= 2
 PYTEST_ARGS ?=
 
 BIN := $(VENV)/bin
@@ -32,9 +33,10 @@ demo: $(VENV)/.core ## Bring a small real model (98 MB, once) and let it talk; n
 	@$(RUN) -m rollkv.models smollm2
 	@$(BIN)/rollkv generate -p "$(PROMPT)" -n 80
 
-test: $(VENV)/.dev ## Run all tests; those that need a GPU are skipped where there is none
-	@$(RUN) -m pytest $(PYTEST_ARGS)
+test: $(VENV)/.dev ## Run all tests that need no GPU
+	@$(RUN) -m pytest -m "not gpu" -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
 
+# One after the other: they measure and fill the memory of one device.
 test-gpu: $(VENV)/.dev ## Run the tests that need a GPU
 	@$(RUN) -m pytest -m gpu $(PYTEST_ARGS)
 
@@ -56,7 +58,7 @@ kernels: $(VENV)/.dev ## Compile every kernel for every architecture; registers,
 	@$(RUN) -m rollkv.cuda.report_kernels
 
 sanitize: $(VENV)/.dev ## Kernel tests under compute-sanitizer (needs a GPU and the CUDA toolkit)
-	compute-sanitizer --tool memcheck --error-exitcode 1 $(RUN) -m pytest -m gpu tests/kernels $(PYTEST_ARGS)
+	compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 1 $(RUN) -m pytest -m gpu tests/kernels $(PYTEST_ARGS)
 	compute-sanitizer --tool racecheck --error-exitcode 1 $(RUN) -m pytest -m gpu tests/kernels $(PYTEST_ARGS)
 
 clean: ## Remove what building and testing left behind; .venv and the models stay

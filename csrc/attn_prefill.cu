@@ -60,7 +60,7 @@ struct TileShare {
 
 // Blocks a multiprocessor, where their registers do without spills.
 template <typename KeyType, typename ValueType, int kKeyDim, int kValueDim>
-constexpr int blocks() {
+__device__ constexpr int blocks() {
 #if __CUDA_ARCH__ >= 1000
   return 1;
 #else

@@ -79,18 +79,34 @@ struct Product {
     }
   }
 
-  // acc += weights of one span times the staged columns, parts and sums beginning at the span.
-  static __device__ __forceinline__ void multiply(const Q& q, const u16* parts, const float* sums, int pitch, int lane, float (&acc)[kBlocksN][4]) {
+  // acc += weights of one span times the staged columns, parts and sums beginning at the span. With many columns the steps are a loop, over
+  // which the codes rotate through the registers: unrolled, the assembler decodes all steps early and runs out of registers.
+  static constexpr bool kRolled = T > 2 && kSteps > 1;
+  static __device__ __forceinline__ void multiply(Q& q, const u16* parts, const float* sums, int pitch, int lane, float (&acc)[kBlocksN][4]) {
+    if constexpr (kRolled) {
+#pragma unroll 1
+      for (int step = 0; step < kSteps; step++) {
+        multiply_step(q, 0, step, parts, sums, pitch, lane, acc);
+        q.rotate();
+      }
+    } else {
+#pragma unroll
+      for (int step = 0; step < kSteps; step++) multiply_step(q, step, step, parts, sums, pitch, lane, acc);
+    }
+  }
+
+  // codes_at: where the codes of the step are.
+  static __device__ __forceinline__ void multiply_step(
+      const Q& q, int codes_at, int step, const u16* parts, const float* sums, int pitch, int lane, float (&acc)[kBlocksN][4]) {
     const int g = lane >> 2, t = lane & 3;
 #pragma unroll
-    for (int group = 0; group < 2 * kSteps; group++) {  // of 32 columns
-      const int step = group >> 1, s = group & 1;
-      if constexpr (T > 2) __syncwarp();  // keeps the assembler from fetching later groups' operands early, until it runs out of registers
+    for (int s = 0; s < 2; s++) {  // 32 columns each
+      const int group = step * 2 + s;
       u32 a[Q::kParts][8];
 #pragma unroll
       for (int part = 0; part < Q::kParts; part++) {
 #pragma unroll
-        for (int r = 0; r < 8; r++) a[part][r] = q.fragment(step, s * 8 + r, part);
+        for (int r = 0; r < 8; r++) a[part][r] = q.fragment(codes_at, s * 8 + r, part);
       }
       constexpr int kRuns = 32 / Q::kGroup;  // scales of 32 columns
       float scale[2][kRuns], shift[2][kRuns];
@@ -128,12 +144,12 @@ struct Product {
   }
 };
 
-// Blocks of one multiprocessor: two, except where 128 registers a thread would spill.
-template <int TYPE, int T>
+// Blocks of one multiprocessor: two, except where accumulators and shared memory leave room for one.
+template <int T>
 constexpr int kMinBlocks = T == 16 ? 1 : 2;
 
 template <int TYPE, int T, int kDepth>
-__global__ void __launch_bounds__(kThreads, (kMinBlocks<TYPE, T>)) linear_rows(
+__global__ void __launch_bounds__(kThreads, kMinBlocks<T>) linear_rows(
     const float* __restrict__ x,                                                                                 // [rows][K]
     const u8* __restrict__ p0, const u8* __restrict__ p1, const u8* __restrict__ p2, const u8* __restrict__ p3,  // planes
     const float* __restrict__ bias,                                                                              // [N] or null

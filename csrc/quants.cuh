@@ -8,7 +8,8 @@
 //   kParts      bf16 numbers whose sum is a weight's code, exactly
 //   kScaled     weight = scale * code (+ shift), rounded as the oracle rounds
 //   kHasShift   there is a shift; the fragments then hold code - kZero, so that the products with them are small sums
-// All indices but the lane are compile-time constants after unrolling, so nothing leaves the registers.
+// Registers and the step of codes are compile-time constants after unrolling, so nothing leaves the registers; the step of a scale need not be.
+// rotate() makes step 1's codes step 0's, step 2's step 1's, and so on.
 #pragma once
 #include "common.cuh"
 
@@ -91,6 +92,12 @@ struct CodeWords {
         w[0] = load4(at);
       }
     }
+  }
+
+  // Brings the next step's words to the place of the first's.
+  __device__ __forceinline__ void rotate() {
+#pragma unroll
+    for (int i = 0; i + kBits < kWords; i++) w[i] = w[i + kBits];
   }
 
   // The codes of both halves of a register, shifted left by kUp.
@@ -273,6 +280,7 @@ struct Quant<IQ4_XS> {
     q.load(p.p0, span, lane);
     meta = __ldg(reinterpret_cast<const uint4*>(p.p1 + span * 128 + (lane >> 2) * 16));
   }
+  __device__ __forceinline__ void rotate() { q.rotate(); }
   __device__ __forceinline__ u32 fragment(int step, int reg, int) const { return signed_bytes(q.levels(step, reg)); }
   __device__ __forceinline__ float level(int step, int reg, int e) const { return float(static_cast<signed char>(q.levels(step, reg) >> (16 * e))); }
   __device__ __forceinline__ float scale(int h, int step, int s, int m) const {
@@ -316,6 +324,10 @@ struct SuperBlock4 {
     if constexpr (kFifthBit) fifth.load(p.p1, span, lane);
     packed.load(kFifthBit ? p.p2 : p.p1, span, lane);
   }
+  __device__ __forceinline__ void rotate() {
+    q.rotate();
+    if constexpr (kFifthBit) fifth.rotate();
+  }
   __device__ __forceinline__ u32 pair(int step, int reg) const {
     if constexpr (kFifthBit) return q.pair(step, reg) | fifth.template pair<4>(step, reg);
     return q.pair(step, reg);
@@ -343,6 +355,7 @@ struct Quant<Q2_K> {
     scales[1] = __ldg(at + 1);
     dm = load8(p.p2 + span * 64 + (lane >> 2) * 8);
   }
+  __device__ __forceinline__ void rotate() { q.rotate(); }
   __device__ __forceinline__ u32 scale_word(int h, int step) const {
     const uint4& r = scales[h];
     return step == 0 ? r.x : step == 1 ? r.y : step == 2 ? r.z : r.w;
@@ -372,6 +385,10 @@ struct Quant<Q3_K> {
     for (int i = 0; i < 3; i++) scales[i] = load8(p.p2 + span * 192 + (lane >> 2) * 24 + i * 8);
     d = load4(p.p3 + span * 32 + (lane >> 2) * 4);
   }
+  __device__ __forceinline__ void rotate() {
+    q.rotate();
+    third.rotate();
+  }
   __device__ __forceinline__ u32 pair(int step, int reg) const { return q.pair(step, reg) | third.pair<2>(step, reg); }
   __device__ __forceinline__ u32 fragment(int step, int reg, int) const { return centre<kZero>(pair(step, reg)); }
   __device__ __forceinline__ float level(int step, int reg, int e) const { return small_int(pair(step, reg) >> (16 * e) & 7, kZero); }
@@ -381,7 +398,7 @@ struct Quant<Q3_K> {
   }
   // Six-bit scale i = 4 step + 2 s + m: low nibbles in 8 bytes (i mod 8, upper nibble from 8 on), upper pairs of bits in 4 bytes (i mod 4).
   __device__ __forceinline__ float scale(int h, int step, int s, int m) const {
-    const u32 low = scale_word(h, step & 1) >> (step & 2 ? 4 : 0) & 0x0f0f0f0fu;
+    const u32 low = (step & 1 ? scale_word(h, 1) : scale_word(h, 0)) >> (step & 2 ? 4 : 0) & 0x0f0f0f0fu;
     const u32 high = scale_word(h, 2) >> (2 * step) & 0x03030303u;
     return __fmul_rn(h ? high_half(d) : low_half(d), byte_value(low | high << 4, s * 2 + m, 32.0f));
   }
@@ -402,6 +419,10 @@ struct Quant<Q6_K> {
     scales[0] = __ldg(at);
     scales[1] = __ldg(at + 1);
     d = load4(p.p3 + span * 32 + (lane >> 2) * 4);
+  }
+  __device__ __forceinline__ void rotate() {
+    q.rotate();
+    upper.rotate();
   }
   __device__ __forceinline__ u32 pair(int step, int reg) const { return q.pair(step, reg) | upper.pair<4>(step, reg); }
   __device__ __forceinline__ u32 fragment(int step, int reg, int) const { return centre<kZero>(pair(step, reg)); }

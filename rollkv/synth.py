@@ -63,7 +63,8 @@ class SynthFile(GgufFile):
         self.metadata: Mapping[str, object] = _metadata(shape)
         self._plans = plan_tensors(shape, self._draw)
         self.tensors: dict[str, TensorData] = {
-            name: SynthTensor(self, name, "F32" if plan.vector is not None else shape.qtype, plan.shape) for name, plan in self._plans.items()
+            name: SynthTensor(self, name, "F32" if plan.vector is not None else shape.qtype, plan.shape)
+            for name, plan in self._plans.items()
         }
         self.size_bytes = sum(raw_bytes(tensor.qtype, tensor.shape) for tensor in self.tensors.values())
         self._maps = []
@@ -78,6 +79,9 @@ class SynthFile(GgufFile):
             made.flags.writeable = False
             self._last = (name, made)
         return self._last[1]
+
+    def __enter__(self) -> "SynthFile":
+        return self
 
     def close(self) -> None:
         """Frees pools and the last tensor. May be called twice."""
@@ -141,7 +145,7 @@ def write_gguf(file: GgufFile, out: Path) -> int:
             stream.write(header.ljust(data_start, b"\0"))
             for tensor in file.tensors.values():
                 raw = tensor.raw
-                stream.write(memoryview(np.ascontiguousarray(raw)))
+                stream.write(np.ascontiguousarray(raw).data)
                 stream.write(bytes(-len(raw) % ALIGNMENT))
         part.replace(out)
     except OSError as error:

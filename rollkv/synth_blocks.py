@@ -1,8 +1,8 @@
 """Bytes of synthetic weights in Q8_0, Q4_K and F16: rows set by hand, and any number of random ones cut from a pool of blocks.
 
-A pool is a prime number of random blocks of one scale. A matrix is the pool over and over again from an offset of its own, which moves
-with every turn, so rows repeat neither within a matrix nor between two; filling memory costs a copy and no arithmetic. Random weights
-are uniform and centred, so their sum over a row has no bias (Q8_0: but for half a step).
+A pool is a prime number of random blocks of one scale. A matrix is the pool over and over again from an offset of its own, so its rows differ,
+up to as many rows as the pool has blocks, and filling memory costs a copy and no arithmetic. Random weights are uniform and centred, so
+their sum over a row has no bias (Q8_0: but for half a step).
 """
 
 import numpy as np
@@ -11,7 +11,6 @@ from rollkv.quants import FORMATS
 
 # Mersenne primes: no row length divides them.
 _POOL_BLOCKS, _SMALL_POOL_BLOCKS = (1 << 17) - 1, (1 << 13) - 1
-_TURN = 17  # blocks that a turn begins later than the one before it
 # A uniform code has this standard deviation, in steps; the largest code of a row set by hand is this many steps.
 _DEVIATION = {"Q8_0": (256**2 - 1) ** 0.5 / 12**0.5, "Q4_K": (16**2 - 1) ** 0.5 / 12**0.5}
 _LARGEST = {"Q8_0": 127, "Q4_K": 7}
@@ -51,12 +50,11 @@ def fill(pool: np.ndarray, offset: int, blocks: int) -> np.ndarray:
     """uint8 [blocks * block bytes]: the pool from block `offset` on, over and over again."""
     count, nbytes = pool.shape
     out = np.empty((blocks, nbytes), np.uint8)
-    for turn, first in enumerate(range(0, blocks, count)):
+    part = pool[offset:][:blocks]
+    out[: len(part)] = part
+    for first in range(len(part), blocks, count):
         part = out[first : first + count]
-        begin = (offset + turn * _TURN) % count
-        head = min(count - begin, len(part))
-        part[:head] = pool[begin : begin + head]
-        part[head:] = pool[: len(part) - head]
+        part[:] = pool[: len(part)]
     return out.reshape(-1)
 
 
@@ -73,8 +71,8 @@ def encode_rows(qtype: str, rows: np.ndarray) -> np.ndarray:
     codes = np.where(rows > 0, _LARGEST[qtype], np.where(rows < 0, -_LARGEST[qtype], 0)).reshape(len(rows), -1, weights)
     out = np.zeros((*codes.shape[:2], nbytes), np.uint8)
     if qtype == "Q8_0":
-        used = codes.any(axis=2)
-        out[..., :2] = np.where(used[..., None], _half(step)[:, None, :], 0)
+        used = np.any(codes, axis=2, keepdims=True)
+        out[..., :2] = np.where(used, _half(step)[:, None, :], 0)
         out[..., 2:] = codes.astype(np.int8).view(np.uint8)
         return out.reshape(len(rows), -1)
     for row, blocks in enumerate(codes):
@@ -105,7 +103,7 @@ def set_table_head(qtype: str, table: np.ndarray, signs: np.ndarray, magnitude: 
         table[:, 16:48] = (signs * 7 + 8).astype(np.uint8)
 
 
-def _half(value: float | np.ndarray) -> np.ndarray:
+def _half(value: float | np.floating | np.ndarray) -> np.ndarray:
     """The two bytes of a float16, uint8 [..., 2]."""
     half = np.asarray(value).astype("<f2")
     return half.reshape(half.shape if half.ndim else (1,)).view(np.uint8)

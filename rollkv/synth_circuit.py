@@ -96,7 +96,8 @@ class _Heads:
     shape: SynthShape
     elements: np.ndarray
     query_heads: int  # the first ones
-    magnitude: float  # of queries and keys
+    units: int  # elements of a query, in squares of its magnitude
+    magnitude: float  # of the elements of queries and keys
 
     @property
     def kv_heads(self) -> int:
@@ -104,30 +105,37 @@ class _Heads:
 
     @property
     def projected(self) -> float:
-        """What the projections give; with query/key norms, those bring it to `magnitude`."""
-        return 1.0 if self.shape.qk_norm else self.magnitude
+        """What the projections give. With query/key norms, which bring it to `magnitude`, so much that a key's random elements of unit size
+        make up a tenth of its square: enough for the random heads beside it, too little to change it from cell to cell."""
+        return sqrt(10.0 * self._random_elements / self.units) if self.shape.qk_norm else self.magnitude
+
+    @property
+    def _random_elements(self) -> int:
+        return self.shape.head_dim - len(self.elements)
 
     def zero_rows(self, heads: int, own: int) -> Patch:
-        """All of the circuit's own heads, and its elements of the others, of a projection."""
+        """Of a projection: the first `own` heads, and the circuit's elements of the others."""
         rows = np.arange(heads * self.shape.head_dim).reshape(heads, -1)
         return Patch(np.concatenate([rows[:own].ravel(), rows[own:, self.elements].ravel()]))
 
-    def norm_gain(self, unit_elements: int) -> np.ndarray:
-        """Query/key norm weights: `unit_elements` entries of a circuit's row have unit squares."""
-        size, rest = self.shape.head_dim, self.shape.head_dim - len(self.elements)
-        out = np.full(size, sqrt(RANDOM_SHARPNESS * sqrt(rest / size)), np.float32)
-        out[self.elements] = self.magnitude * sqrt(unit_elements / size)
+    def norm_gain(self) -> np.ndarray:
+        """Query/key norm weights float32 [head_dim]; 1.05 makes up for the tenth in keys that queries do not have."""
+        size = self.shape.head_dim
+        out = np.full(size, sqrt(RANDOM_SHARPNESS * sqrt(self._random_elements / size)), np.float32)
+        out[self.elements] = self.magnitude * sqrt(1.05 * self.units / size)
         return out
 
 
 def _look_back(shape: SynthShape) -> _Heads:
-    elements = np.concatenate(_elements(shape, look_back_pairs(shape)[0]))
-    return _Heads(shape, elements, len(BACKS), sqrt(LOOK_BACK_SHARPNESS / shape.attention_scale))
+    pairs = look_back_pairs(shape)[0]
+    elements = np.concatenate(_elements(shape, pairs))
+    return _Heads(shape, elements, len(BACKS), len(pairs), sqrt(LOOK_BACK_SHARPNESS / shape.attention_scale))
 
 
 def _match(shape: SynthShape) -> _Heads:
     loss = 16 if code_signs(shape) == 24 else 8  # of the score, where one of the three codes differs: twice the distance of the code
-    return _Heads(shape, np.concatenate(_elements(shape, match_pairs(shape))), 1, sqrt(MATCH_MARGIN / loss / shape.attention_scale))
+    elements = np.concatenate(_elements(shape, match_pairs(shape)))
+    return _Heads(shape, elements, 1, len(elements), sqrt(MATCH_MARGIN / loss / shape.attention_scale))
 
 
 def _rows(count: int, columns: int) -> np.ndarray:
@@ -152,16 +160,16 @@ def _look_back_keys(shape: SynthShape) -> list[Patch]:
     rows[:, m:BLOCK] = heads.projected / (BLOCK - m)
     first = _elements(shape, pairs)[0]
     own = [Patch(head * shape.head_dim + first, rows) for head in range(heads.kv_heads)]
-    return [heads.zero_rows(shape.kv_heads, heads.kv_heads), *own]
+    return [heads.zero_rows(shape.kv_heads, 0), *own]
 
 
-def _match_rows(shape: SynthShape, groups: tuple[int, ...], count: int) -> list[Patch]:
-    """The projection of head 0 onto the codes in three groups of the stream."""
+def _match_rows(shape: SynthShape, groups: tuple[int, ...], count: int, own: int) -> list[Patch]:
+    """The projection of head 0, out of `count`, onto the codes in three groups of the stream. own: as for zero_rows."""
     heads, m = _match(shape), code_signs(shape)
     rows = _rows(3 * m, shape.hidden)
     for place, group in enumerate(groups):
         rows[place * m + np.arange(m), group * BLOCK + np.arange(m)] = heads.projected
-    return [heads.zero_rows(count, 1), Patch(heads.elements, rows)]
+    return [heads.zero_rows(count, own), Patch(heads.elements, rows)]
 
 
 def _values(shape: SynthShape, kv_heads: int) -> list[Patch]:
@@ -209,14 +217,14 @@ def attention_part(shape: SynthShape, index: int) -> AttentionPart:
     if index == 0:
         heads, writes = _look_back(shape), tuple(enumerate(BACKS))
         queries, keys = partial(_look_back_queries, shape), partial(_look_back_keys, shape)
-        unit, columns, weight = len(look_back_pairs(shape)[0]), 3 * m, CODE
+        columns, weight = 3 * m, CODE
     elif index == shape.match_layer:
         heads, writes = _match(shape), ((0, 0),)
-        queries = partial(_match_rows, shape, (0, *BACKS[:2]), shape.heads)
-        keys = partial(_match_rows, shape, BACKS, shape.kv_heads)
-        unit, columns, weight = 3 * m, m, ANSWER
+        queries = partial(_match_rows, shape, (0, *BACKS[:2]), shape.heads, 1)
+        keys = partial(_match_rows, shape, BACKS, shape.kv_heads, 0)
+        columns, weight = m, ANSWER
     else:
         return AttentionPart()
     # gemma3 brings what is written to its size by a norm.
     outputs = partial(_outputs, shape, writes, 1.0 if shape.gemma else weight)
-    return AttentionPart(queries, keys, partial(_values, shape, heads.kv_heads), outputs, heads.norm_gain(unit), columns, weight)
+    return AttentionPart(queries, keys, partial(_values, shape, heads.kv_heads), outputs, heads.norm_gain(), columns, weight)

@@ -31,7 +31,7 @@ FFN_INPUT = 0.5  # deviation of gate and up
 FFN_PRODUCT = 0.15  # root mean square of activation(gate) * up
 BIAS = 0.3  # deviation of qwen2's biases
 TOP_LOGIT = 20.0  # of a token that was found
-LOGIT_NOISE = 0.7  # deviation of what the random columns add to every logit
+LOGIT_NOISE = 0.5  # deviation of what the random columns add to every logit
 
 Draw = Callable[[str], np.random.Generator]
 

@@ -6,7 +6,7 @@ Sizes are those of the public models of the same name, so memory, bytes a token 
 
 import re
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from rollkv.errors import UsageError
 from rollkv.units import round_up
@@ -15,11 +15,10 @@ PREFIX = "synth:"
 MAX_USED_TOKENS = 2048  # tokens that text can become: as many as there are codes of 16 signs, see synth_circuit.py
 CIRCUIT_COLUMNS = 128  # of the residual stream
 MAX_CONTEXT = 1 << 22  # up to here the rotations of the matching head stay below 0.2 rad
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3")
-QTYPES = {"Q8_0": 32, "Q4_K": 256, "F16": 32}  # columns come in multiples of this
-
 Architecture = Literal["llama", "qwen2", "qwen3", "gemma3"]
 QType = Literal["Q8_0", "Q4_K", "F16"]
+ARCHITECTURES: tuple[Architecture, ...] = get_args(Architecture)
+QTYPES: dict[QType, int] = {"Q8_0": 32, "Q4_K": 256, "F16": 32}  # columns come in multiples of this
 
 
 @dataclass(frozen=True)
@@ -107,7 +106,7 @@ def parse_spec(text: str) -> SynthShape:
     qtype = qtype.upper() if colon else "Q8_0"
     if qtype not in QTYPES:
         raise UsageError(f"{text}: the weight type {qtype!r} is not known for synthetic models; known are {', '.join(QTYPES)}")
-    values: dict[str, Any] = {}
+    values: dict[str, Any] = {"qtype": qtype}
     for option in options:
         key, equals, value = option.partition("=")
         if key not in (*KEYS, "architecture") or not equals:
@@ -115,7 +114,7 @@ def parse_spec(text: str) -> SynthShape:
         if key in values:
             raise UsageError(f"{text}: {key} is given twice; give it once")
         values[key] = _value(text, key, value)
-    shape = replace(_based(SHAPES[name], values.pop("architecture", SHAPES[name].architecture)), qtype=qtype, **values)
+    shape = replace(_based(SHAPES[name], values.pop("architecture", SHAPES[name].architecture)), **values)
     _check(text, shape)
     return shape
 
@@ -160,4 +159,6 @@ def _check(text: str, shape: SynthShape) -> None:
         raise UsageError(f"{text}: head_dim={shape.head_dim} is no multiple of 16; give one from 64 to 256")
     for what, columns in [("hidden", shape.hidden), ("ffn", shape.ffn), ("heads x head_dim", shape.heads * shape.head_dim)]:
         if columns % block:
-            raise UsageError(f"{text}: {what} is {columns}, but {shape.qtype} comes in blocks of {block} columns; give a multiple of {block}")
+            raise UsageError(
+                f"{text}: {what} is {columns}, but {shape.qtype} comes in blocks of {block} columns; give a multiple of {block}"
+            )

@@ -230,11 +230,14 @@ class _Cutter:
             yield text[begin:]
 
     def _longest(self, text: str, place: int) -> tuple[int | None, int]:
+        """The id of the longest token that begins at `place`, and where it ends; None if there is none."""
         node, token, end = self._root, None, place
-        while place < len(text) and (node := node.get(text[place])) is not None:
-            place += 1
+        for at in range(place, len(text)):
+            if text[at] not in node:
+                break
+            node = node[text[at]]
             if "" in node:
-                token, end = node[""], place
+                token, end = node[""], at + 1
         return token, end
 
 

@@ -8,12 +8,11 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Literal, cast
+from typing import Literal
 
 import numpy as np
 
 from rollkv.errors import ModelFileError, UnsupportedModelError
-
 
 SPACE = "\u2581"  # SentencePiece's letter for a blank: pieces and text that hold it themselves are decoded to a blank
 
@@ -137,7 +136,7 @@ def read_vocabulary(metadata: Mapping[str, object]) -> Vocabulary:
             )
     ends = {names["eos"], names["eot"], names["eom"], *_marker_ids(pieces)}
     return Vocabulary(
-        model=cast(Literal["gpt2", "llama"], model),
+        model=model,
         pieces=pieces,
         types=types,
         scores=_scores(metadata, len(pieces)) if model == "llama" else np.zeros(0, dtype=np.float32),

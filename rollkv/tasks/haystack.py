@@ -17,6 +17,7 @@ Style = Literal["completion", "chat"]
 VALUE_DIGITS = 7
 # Beyond the value's own tokens: a completion says it at once, a chat reply may put a sentence in front of it.
 REPLY_ROOM: dict[str, int] = {"completion": 8, "chat": 32}
+_KEY_SPREAD = 64  # random keys and values differ by fewer tokens than this
 _STAND_IN = "#"  # takes the needle's place to find its cells; no sentence begins or ends with it
 
 
@@ -74,10 +75,11 @@ def check_request(model: TextModel, request: NeedleRequest) -> None:
         raise UsageError("--needle and --answer belong together; give the sentence to plant and the part of it that the reply must hold")
     if request.answer is not None and not request.answer.strip():
         raise UsageError("--answer is empty; give the text that the reply must hold")
-    smallest = max(smallest_length(model, request, length, depth) for length in request.lengths for depth in request.depths)
-    short = min(request.lengths)
-    if short < smallest:
-        raise UsageError(f"--lengths {short}: needle, question and reply alone take {smallest} cells; give lengths of {smallest} or more")
+    smallest = smallest_length(model, request, request.lengths[0], request.depths[0])
+    short = [length for length in request.lengths if length < smallest + _KEY_SPREAD]
+    smallest = max([smallest, *(smallest_length(model, request, length, depth) for length in short for depth in request.depths)])
+    if short and min(short) < smallest:
+        raise UsageError(f"--lengths {min(short)}: needle, question and reply alone take {smallest} cells; give lengths of {smallest} or more")
 
 
 def make_needle(request: NeedleRequest, length: int, depth: float) -> Needle:

@@ -14,7 +14,7 @@ from rollkv import __version__
 from rollkv.config import CacheConfig
 from rollkv.cuda.backend import CudaBackend
 from rollkv.engine import Engine
-from rollkv.gguf_file import open_gguf
+from rollkv.synth import open_model
 
 SCHEMA_VERSION = 1
 
@@ -40,7 +40,7 @@ class ModelFacts:
 
 def model_facts(path: str | Path) -> ModelFacts:
     """From the header. Raises ModelFileError."""
-    with open_gguf(path) as file:
+    with open_model(path) as file:
         return ModelFacts(Path(path), file.size_bytes, file.file_type, file.architecture)
 
 

@@ -38,9 +38,13 @@ def attend(
     scale: float,
     sliding_window: int | None = None,
     first_cell: int = 0,
+    half: bool = False,
 ) -> tuple[np.ndarray, np.ndarray]:
     """(out [T, H, Dv], lse [T, H]) of queries q [T, H, Dk] at position + t over keys [N, Hkv, Dk] and values [N, Hkv, Dv] of the cells
-    first_cell + n, in the precision of q. Without a visible cell (0, -inf)."""
+    first_cell + n, in the precision of q. Without a visible cell (0, -inf). `half` rounds queries and softmax weights to half precision and
+    nothing else: what a tensor-core kernel may at best do."""
+    if half:
+        q = q.astype(np.float16).astype(q.dtype)
     num_tokens, num_heads, _ = q.shape
     group = num_heads // keys.shape[1]
     at = position + np.arange(num_tokens)[:, None]
@@ -55,7 +59,8 @@ def attend(
         for h in range(num_heads):
             scores = (keys[n, h // group].astype(q.dtype) @ q[t, h]) * q.dtype.type(scale)
             weights = np.exp(scores - scores.max())
-            out[t, h] = weights @ values[n, h // group].astype(q.dtype) / weights.sum()
+            rounded = weights.astype(np.float16).astype(q.dtype) if half else weights
+            out[t, h] = rounded @ values[n, h // group].astype(q.dtype) / weights.sum()
             lse[t, h] = scores.max() + np.log(weights.sum())
     return out, lse
 

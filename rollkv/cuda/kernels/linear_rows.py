@@ -18,9 +18,12 @@ _BLOCKS_PER_SM = 2
 DEFAULT_SMS = 132
 SHARED_LIMIT = 99 << 10  # what a block can have on every device from compute capability 8.0 on
 
-# Columns of x staged at a time, by rows: what SHARED_LIMIT holds in six bytes a column and row, in whole rounds of the warps where the depth
-# allows; no more than half of that at one row, so that blocks share a multiprocessor.
-_STAGED_COLUMNS = {1: 8192, 2: 4096, 4: 2048, 8: 1536, 16: 768}
+# Columns of x staged at a time, by rows and span: what SHARED_LIMIT holds in six bytes a column and row, in whole rounds of the warps where
+# the depth allows; no more than half of that at one row, so that blocks share a multiprocessor.
+_STAGED_COLUMNS = {
+    64: {1: 8192, 2: 4096, 4: 2048, 8: 1024, 16: 768},
+    256: {1: 8192, 2: 4096, 4: 2048, 8: 1536, 16: 768},
+}
 # Spans of weights in flight a warp: about 2 to 4 KB, as far as the registers go.
 _DEPTH = {qtype: 2 if fmt.span == 256 else 1 if qtype == "F32" else 2 if qtype in ("F16", "BF16") else 4 for qtype, fmt in FORMATS.items()}
 # Types with a shift need the sums of x over the columns that share one.
@@ -38,9 +41,12 @@ class Shape(NamedTuple):
 
 
 def _depth(qtype: str, rows: int) -> int:
-    """The largest depth up to the type's whose rounds (8 warps * depth spans) divide the staged columns."""
-    round_columns = WARPS * FORMATS[qtype].span
-    return max((d for d in range(1, _DEPTH[qtype] + 1) if _STAGED_COLUMNS[rows] % (round_columns * d) == 0), default=1)
+    """The largest depth up to the type's whose rounds (8 warps * depth spans) divide the staged columns; 1 for F16 and BF16 from 8 rows on,
+    whose spans are large (2 KB) beside many accumulators."""
+    span = FORMATS[qtype].span
+    if rows >= 8 and not FORMATS[qtype].metas:
+        return 1
+    return max((d for d in range(1, _DEPTH[qtype] + 1) if _STAGED_COLUMNS[span][rows] % (WARPS * span * d) == 0), default=1)
 
 
 def static_shared_bytes(rows: int) -> int:
@@ -54,7 +60,7 @@ def launch_shape(qtype: str, num_rows: int, num_outputs: int, columns: int, num_
     """For x (num_rows, columns) and a weight (num_outputs, columns) on a device with num_sms multiprocessors."""
     rows = next(r for r in _ROWS if r >= num_rows)
     span = FORMATS[qtype].span
-    staged = min(_STAGED_COLUMNS[rows], -(-columns // span) * span)
+    staged = min(_STAGED_COLUMNS[span][rows], -(-columns // span) * span)
     shared = 3 * rows * (staged + _PAD_COLUMNS) * 2
     if qtype in _SUM_GROUP:
         shared += staged // _SUM_GROUP[qtype] * (-(-3 * rows // 8) * 8) * 4

@@ -1,0 +1,380 @@
+"""logit-equiv: says yes to every window of a sound engine, no to every damaged one; files of logits; the command."""
+
+import json
+import shutil
+import tempfile
+import tracemalloc
+from collections import namedtuple
+from dataclasses import replace
+from pathlib import Path
+
+import engines
+import numpy as np
+import pytest
+
+from rollkv.backend import PageRun
+from rollkv.cli import main as boundary
+from rollkv.errors import CheckFailed, OutOfMemoryError, UsageError
+from rollkv.host_backend import HostBackend
+from rollkv.logit_file import LogitFile, LogitFileWriter
+from rollkv.metrics import Limits
+from rollkv.tasks import logit_equiv as equiv
+from rollkv.tasks.logit_equiv import DEFAULT_LIMITS, EquivRow, RunSpec
+
+PAGE = 16
+FIXTURES = engines.FIXTURES
+RESIDENT = RunSpec("resident", replace(engines.cache(160, ubatch=40), residency="full"), "host")
+
+
+def tokens(model: str = "llama") -> list[int]:
+    return engines.fixture(model)["tokens"].tolist()
+
+
+def opener(model: str, backend: type[HostBackend] = HostBackend):
+    """Engines for specs; windowed ones run on `backend`."""
+
+    def open_engine(spec: RunSpec) -> engines.Engine:
+        windowed = spec.cache.residency == "window"
+        return engines.host_engine(model, spec.cache, backend=backend() if windowed else HostBackend())
+
+    return open_engine
+
+
+def run(model: str, specs: tuple[RunSpec, ...], *, backend: type[HostBackend] = HostBackend, limits: Limits | None = None) -> list[EquivRow]:
+    open_engine = opener(model, backend)
+    ids = tokens(model)
+    vocab = engines.fixture(model)["logits"].shape[1]
+    with equiv.record_reference(open_engine, RESIDENT, ids, 24, vocab, None, lambda spec: None) as reference:
+        return list(
+            equiv.compare(
+                reference,
+                open_engine,
+                specs,
+                num_decode=24,
+                noise=0.05,
+                limits=lambda spec: equiv.limits_for(spec, limits, own_reference=True),
+                progress_for=lambda spec: None,
+                describe=lambda engine: {},
+            )
+        )
+
+
+# -- yes and no ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", ["llama", "gemma3"])
+def test_every_window_is_the_resident_run(model):
+    rows = run(model, equiv.window_specs("100%,50%,25%,1page", RESIDENT))
+    assert [row.spec.cache.window_cells for row in rows] == [160, 80, 48, 16]
+    for row in rows:
+        assert row.passed and row.comparison.bit_equal and row.comparison.rows == row.comparison.positions == 160
+        assert row.limits == Limits(bit_equal=True)
+    assert [row.tail_cells for row in rows] == [0, 80, 112, 144]
+    assert rows[0].streamed_bytes == 0 < rows[1].streamed_bytes < rows[3].streamed_bytes
+
+
+class Damaged(HostBackend):
+    """Staged pages [slots, bytes] pass through `damage` behind the copy."""
+
+    def copy_in(self, run: PageRun, host: object) -> None:
+        super().copy_in(run, host)
+        for index in range(run.num_pages):
+            slot = (run.first_slot + index) % run.num_slots
+            page = run.pool.values.reshape(run.num_slots, -1)[slot]  # type: ignore[attr-defined]
+            self.damage(run.first_page + index, page.view(np.float32))
+
+    def damage(self, page: int, cells: np.ndarray) -> None:
+        """cells f32: K then V of 2 heads, 16 cells, 16 columns."""
+
+
+class OneCell(Damaged):
+    def damage(self, page: int, cells: np.ndarray) -> None:
+        if page == 3:
+            cells.reshape(2, 2, PAGE, 16)[1, :, 7] *= 1.001
+
+
+class Shifted(Damaged):
+    def damage(self, page: int, cells: np.ndarray) -> None:
+        shaped = cells.reshape(2, 2, PAGE, 16)
+        shaped[:] = np.roll(shaped, 1, axis=2)
+
+
+class NoPage(Damaged):
+    def damage(self, page: int, cells: np.ndarray) -> None:
+        if page == 0:
+            cells.reshape(2, -1)[1] = 0
+
+
+class Broken(Damaged):
+    def damage(self, page: int, cells: np.ndarray) -> None:
+        cells[0] = np.nan
+
+
+@pytest.mark.parametrize("backend", [OneCell, Shifted, NoPage, Broken])
+def test_a_damaged_tail_is_told(backend):
+    (row,) = run("llama", equiv.window_specs("1page", RESIDENT), backend=backend)
+    assert not row.passed
+    assert row.comparison.first_unequal is not None and row.comparison.first_unequal >= PAGE, "what never saw the tail is equal"
+    if backend is Shifted or backend is NoPage:
+        assert DEFAULT_LIMITS.broken(row.comparison), "and it is no matter of rounding"
+
+
+def test_other_types_are_near_and_not_equal():
+    specs = equiv.other_specs(RESIDENT, ["f32", "bf16", "f16"], ["f32"], ["host"])
+    assert [(s.cache.key_type, s.cache.value_type, s.same_sums) for s in specs] == [("bf16", "f32", False), ("f16", "f32", False)]
+    bf16, f16 = run("llama", specs)
+    assert bf16.passed and f16.passed and bf16.limits == DEFAULT_LIMITS
+    assert 0 < f16.comparison.kld_mean < bf16.comparison.kld_mean and f16.comparison.bit_equal_rows < 160
+    rows = run("llama", specs, limits=Limits(bit_equal=True))
+    assert not any(row.passed for row in rows)
+
+
+def test_a_reference_that_is_not_finite_is_no_reference():
+    with pytest.raises(CheckFailed, match="reference.*not finite"):
+        with equiv.record_reference(
+            lambda spec: NotFinite(), RESIDENT, tokens(), 0, 512, None, lambda spec: None
+        ):  # fmt: skip
+            pass
+
+
+class NotFinite:
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def reset(self):
+        pass
+
+    def logit_rows(self, ids):
+        yield np.full((16, 512), np.nan, np.float32)
+
+
+# -- candidates ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text,cells",
+    [("100%", [160]), ("50 %".replace(" ", ""), [80]), ("1%", [16]), ("3pages,2page", [48, 32]), ("17,160,9999", [32, 160]), ("10%,1page", [16])],
+)
+def test_windows(text, cells):
+    assert [spec.cache.window_cells for spec in equiv.window_specs(text, RESIDENT)] == cells
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "101%", "page", "1.5pages", "50%,", "half"])
+def test_what_is_no_window_is_refused(text):
+    with pytest.raises(UsageError, match="--windows"):
+        equiv.window_specs(text, RESIDENT)
+
+
+def test_the_candidates_follow_from_what_is_asked():
+    def labels(*args: object, own: bool = True) -> list[str]:
+        return [spec.label for spec in equiv.candidate_specs(RESIDENT, *args, own_reference=own)]  # type: ignore[arg-type]
+
+    assert len(labels(None, (), ())) == 4
+    assert labels(None, (), (), own=False) == ["resident"]
+    assert labels("1page", (1 << 30,), (replace(RESIDENT, label="other"),)) == ["window 1page (1 of 10 pages)", "cap 1.00 GiB", "other"]
+    (cap,) = equiv.candidate_specs(RESIDENT, None, (1 << 30,), (), own_reference=True)
+    assert (cap.cache.residency, cap.vram_target, cap.same_sums) == ("auto", 1 << 30, True)
+    with pytest.raises(UsageError, match="in pairs"):
+        equiv.other_specs(RESIDENT, ["f16", "f32"], ["f16", "f32", "bf16"], ["host"])
+
+
+# -- files of logits -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_is_written_and_read_in_slices_with_little_memory(tmp_path):
+    rows, vocab = 256, 20_000
+    path = tmp_path / "long.npz"
+    rng = np.random.default_rng(3)
+    block = rng.normal(size=(16, vocab)).astype(np.float32)
+    tracemalloc.start()
+    with LogitFileWriter(path, np.arange(rows), vocab) as writer:
+        for index in range(rows // 16):
+            writer.write(block + index)
+    stored = LogitFile(path)
+    with stored.rows() as reader:
+        for index in range(rows // 16):
+            np.testing.assert_array_equal(reader.read(16), block + index)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 6 * block.nbytes < rows * vocab * 4 / 2
+    with np.load(path) as plain:
+        assert plain["logits"].shape == (rows, vocab) and plain["tokens"].dtype == np.int32
+        np.testing.assert_array_equal(plain["top1"], plain["logits"].argmax(1))
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_files_of_others_are_read(tmp_path, save):
+    rng = np.random.default_rng(4)
+    logits = rng.normal(size=(3, 7)).astype(np.float16)
+    save(tmp_path / "a.npz", tokens=np.arange(9), positions=np.array([2, 3, 8]), logits=logits, note=np.array("x"), object=np.array([None]))
+    stored = LogitFile(tmp_path / "a.npz")
+    assert stored.positions.tolist() == [2, 3, 8] and stored.vocab_size == 7 and stored.top1 is None
+    with stored.rows() as reader:
+        np.testing.assert_array_equal(np.concatenate([reader.read(1), reader.read(2)]), logits)
+        with pytest.raises(UsageError, match="too early"):
+            reader.read(1)
+
+
+GOOD = {"tokens": np.arange(5, dtype=np.int32), "logits": np.zeros((5, 3), np.float32)}
+
+
+@pytest.mark.parametrize(
+    "change,words",
+    [
+        ({"logits": None}, "no array 'logits'"),
+        ({"tokens": None}, "no array 'tokens'"),
+        ({"logits": np.zeros((5, 3), np.int32)}, "wanted are floats"),
+        ({"logits": np.zeros(5, np.float32)}, "wanted are floats"),
+        ({"logits": np.asfortranarray(np.zeros((5, 3), np.float32))}, "column by column"),
+        ({"logits": np.zeros((4, 3), np.float32)}, "4 rows of logits, but 5 positions"),
+        ({"tokens": np.zeros(5, np.float32)}, "'tokens'"),
+        ({"positions": np.array([0, 1, 1, 2, 3])}, "increase"),
+        ({"positions": np.array([0, 1, 2, 3, 5])}, "below the 5 tokens"),
+        ({"positions": np.array([-1, 1, 2, 3, 4])}, "increase"),
+        ({"top1": np.zeros(4, np.int32)}, "'top1'"),
+        ({"tokens": np.array([None] * 5)}, "cannot read it"),
+    ],
+)
+def test_wrong_files_are_refused_by_name(tmp_path, change, words):
+    arrays = {name: value for name, value in (GOOD | change).items() if value is not None}
+    np.savez(tmp_path / "wrong.npz", **arrays)
+    with pytest.raises(UsageError, match="wrong.npz.*" + words):
+        LogitFile(tmp_path / "wrong.npz")
+
+
+def test_damaged_files_are_refused_by_name(tmp_path):
+    path = tmp_path / "torn.npz"
+    with pytest.raises(UsageError, match="torn.npz: cannot read it: No such file"):
+        LogitFile(path)
+    np.savez(path, **GOOD)
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 2])
+    with pytest.raises(UsageError, match="torn.npz: cannot read it"):
+        LogitFile(path)
+    position = data.index(b"logits.npy") + 150  # inside the rows
+    path.write_bytes(data[:position] + b"\x55" + data[position + 1 :])
+    with LogitFile(path).rows() as reader, pytest.raises(UsageError, match="torn.npz: cannot read it"):
+        reader.read(5)
+
+
+def test_a_failed_run_leaves_no_file(tmp_path):
+    path = tmp_path / "kept.npz"
+    with pytest.raises(KeyboardInterrupt), LogitFileWriter(path, np.arange(3), 4) as writer:
+        writer.write(np.zeros((1, 4), np.float32))
+        raise KeyboardInterrupt
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_is_too_small_is_told_before_the_model_loads(tmp_path, monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 0, 10**6))
+    with pytest.raises(OutOfMemoryError, match="take 1.9 GiB|take 1.91 GiB of disk, but .* has 976.6 KiB free"):
+        equiv.check_disk(tmp_path / "x.npz", 4000, 128_000)
+    equiv.check_disk(tmp_path / "x.npz", 2, 100)
+    with pytest.raises(UsageError, match="no folder"):
+        equiv.check_disk(tmp_path / "no" / "x.npz", 2, 100)
+
+
+# -- the command ---------------------------------------------------------------------------------------------------------------
+
+
+def command(*arguments: object) -> int:
+    on_host = ("--backend", "host", "--cache-type-k", "f32", "--cache-type-v", "f32")
+    return boundary.main(["logit-equiv", *(() if "--backend" in arguments else on_host), *map(str, arguments)])
+
+
+@pytest.fixture
+def scratch(tmp_path, monkeypatch) -> Path:
+    folder = tmp_path / "scratch"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+def test_windows_over_the_shipped_prose(capsys, scratch):
+    assert command("-m", FIXTURES / "qwen3.gguf", "--tokens", 600, "--windows", "1page,512", "--ubatch", 128, "-o", "jsonl") == 0
+    first, second = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (first["cells_in_tail"], second["cells_in_tail"]) == (512, 256)
+    for row in (first, second):
+        assert row["passed"] and row["bit_equal_rows"] == row["rows"] == 600 and row["limit_bit_equal"] and row["decode_tokens"] == 16
+        assert (row["command"], row["schema_version"], row["model_file"], row["backend"]) == ("logit-equiv", 1, "qwen3.gguf", "host")
+        assert row["gpu"] is None and row["first_difference_position"] is None and row["utc_time"].endswith("Z")
+        assert not any(isinstance(value, (dict, list)) for value in row.values()), "rows are flat"
+    assert list(scratch.iterdir()) == [], "nothing is left behind"
+
+
+def test_logits_of_another_engine(capsys):
+    assert command("-m", FIXTURES / "llama.gguf", "--reference", FIXTURES / "llama.npz", "--windows", "100%", "-o", "json") == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert row["rows"] == 160 and 0 < row["nmse"] < 1e-8 and row["full_agreement"] == 1 and row["limit_max_kld"] == DEFAULT_LIMITS.max_kld
+    assert command("-m", FIXTURES / "llama.gguf", "--reference", FIXTURES / "llama.npz", "--bit-equal", "-o", "json") == 1
+    out = capsys.readouterr()
+    result = json.loads(out.out)
+    assert not result["passed"] and result["exit_code"] == 1 and "bits" in result["error"] and out.err.count("not equivalent") == 1
+
+
+def test_a_saved_reference_serves_again(capsys, tmp_path, scratch):
+    text, kept = tmp_path / "text.txt", tmp_path / "kept.npz"
+    text.write_text("the river and the mill and the road " * 20)
+    model = ("-m", FIXTURES / "mistral.gguf")
+    assert command(*model, "--text", text, "--tokens", 300, "--windows", "1page", "--save", kept) == 0
+    assert "equivalent: 1 of 1" in capsys.readouterr().out
+    assert command(*model, "--reference", kept, "--windows", "1page", "--bit-equal") == 0
+    assert command(*model, "--reference", kept, "--decode", 30, "--windows", "1page") == 0
+    with np.load(kept) as full:
+        some = np.array([3, 250, 299])
+        np.savez(tmp_path / "some.npz", tokens=full["tokens"], positions=some, logits=full["logits"][some], top1=full["top1"])
+    capsys.readouterr()
+    assert command(*model, "--reference", tmp_path / "some.npz", "--bit-equal", "-o", "json") == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert (row["rows"], row["positions"], row["full_agreement"]) == (3, 300, 1)
+
+
+def test_a_caps_window_is_compared(capsys, scratch):
+    """Without a GPU the plan still holds: a cap just below everything resident makes pages spill."""
+    assert boundary.main(["plan", "-m", str(FIXTURES / "llama.gguf"), "-c", "700", "--residency", "full", "--ubatch", "64", "-o", "json"]) == 0
+    total = json.loads(capsys.readouterr().out)["budget"]["total_bytes"]
+    cap = f"{total - 1}B"
+    assert command("-m", FIXTURES / "llama.gguf", "--tokens", 700, "--ubatch", 64, "--backend", "host", "--vram-target", cap, "-o", "jsonl") in (0, 5)
+
+
+def test_text_says_where_the_first_difference_is(capsys, scratch):
+    types = ("--backend", "host", "--cache-type-k", "f32,bf16", "--cache-type-v", "f32", "--tokens", 200, "--noise", "0", "--min-top1", 1)
+    code = command("-m", FIXTURES / "gemma3.gguf", *types)
+    out = capsys.readouterr()
+    assert "KV bf16/f32" in out.out and "limits of KV bf16/f32: same top token >= 1" in out.out
+    if code == 1:
+        assert "first other top token at position" in out.out and "verdict: not equivalent" in out.out and "not equivalent" in out.err
+    else:
+        assert code == 0 and "verdict: equivalent" in out.out
+
+
+@pytest.mark.parametrize(
+    "arguments,words",
+    [
+        (["--reference", FIXTURES / "llama.npz", "--tokens", "5"], "leave out --text"),
+        (["--decode", "2000"], "--decode 2000"),
+        (["--backend", "gpu"], "--backend 'gpu'"),
+        (["--backend", "host", "--cache-type-k", "f16,f8"], "--cache-type-k 'f8'"),
+        (["--windows", "2 pages"], "--windows"),
+        (["-o", "csv"], "-o 'csv'"),
+        (["--text", "/nowhere.txt"], "/nowhere.txt"),
+        (["--vram-target", "6GiB,x"], "--vram-target"),
+    ],
+)
+def test_usage_errors_name_the_option(capsys, arguments, words):
+    assert command("-m", FIXTURES / "llama.gguf", *arguments) == 2
+    out = capsys.readouterr()
+    assert out.out == "" and words in out.err and out.err.count("\n") == 1
+
+
+def test_a_reference_of_another_vocabulary_is_refused(capsys, tmp_path):
+    np.savez(tmp_path / "small.npz", **GOOD)
+    assert command("-m", FIXTURES / "llama.gguf", "--reference", tmp_path / "small.npz") == 2
+    assert "3 logits, the model has 512 tokens" in capsys.readouterr().err
+    np.savez(tmp_path / "ids.npz", tokens=np.array([600]), logits=np.zeros((1, 512), np.float32))
+    assert command("-m", FIXTURES / "llama.gguf", "--reference", tmp_path / "ids.npz") == 2
+    assert "token id 600" in capsys.readouterr().err

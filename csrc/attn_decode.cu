@@ -20,7 +20,7 @@ constexpr int kThreads = 128;
 constexpr int kMaxPageCells = 256;
 
 template <typename KeyType, typename ValueType, int kKeyDim, int kValueDim, int kHeads>
-__global__ void __launch_bounds__(kThreads, kHeads <= 4 ? 4 : 3) attn_decode(
+__global__ void __launch_bounds__(kThreads, kHeads <= 4 && sizeof(KeyType) + sizeof(ValueType) == 4 ? 4 : 3) attn_decode(
     const float* __restrict__ q,       // [H*Dk]
     const int* __restrict__ position,  // [1]
     const u8* __restrict__ pool,       // [num_slots][page_bytes]

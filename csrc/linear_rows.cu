@@ -144,12 +144,12 @@ struct Product {
   }
 };
 
-// Blocks of one multiprocessor: two, except where accumulators and shared memory leave room for one.
-template <int T>
-constexpr int kMinBlocks = T == 16 ? 1 : 2;
+// Blocks of one multiprocessor: two, except where 128 registers a thread do not hold codes and accumulators.
+template <int TYPE, int T>
+constexpr int kMinBlocks = T == 16 || (T == 8 && TYPE == Q6_K) ? 1 : 2;
 
 template <int TYPE, int T, int kDepth>
-__global__ void __launch_bounds__(kThreads, kMinBlocks<T>) linear_rows(
+__global__ void __launch_bounds__(kThreads, (kMinBlocks<TYPE, T>)) linear_rows(
     const float* __restrict__ x,                                                                                 // [rows][K]
     const u8* __restrict__ p0, const u8* __restrict__ p1, const u8* __restrict__ p2, const u8* __restrict__ p3,  // planes
     const float* __restrict__ bias,                                                                              // [N] or null

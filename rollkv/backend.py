@@ -9,6 +9,7 @@ the calls; copies run on the stream they name; `record` and `wait` order streams
 once (the host backend does) or later, but never in an order that record and wait forbid.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
@@ -55,6 +56,9 @@ class Weight(Protocol):
     def nbytes(self) -> int: ...
 
 
+Operand = Any  # an Array or Weight made by the same backend
+
+
 @dataclass(frozen=True)
 class PageRun:
     """Pages first_page .. first_page + num_pages - 1 in the slots (first_slot + i) mod num_slots of one pool."""
@@ -68,8 +72,9 @@ class PageRun:
 
 @dataclass(frozen=True)
 class DeviceUse:
-    """Device memory of this process beside the arena, and what can still be had; bytes."""
+    """Device memory of this process: all of it, its parts beside the arena, and what can still be had; bytes."""
 
+    used_bytes: int
     context_bytes: int
     modules_bytes: int
     free_bytes: int
@@ -103,11 +108,11 @@ class Backend(Protocol):
         """Device copy of a float32, int32 or uint8 array."""
         ...
 
-    def write(self, array: Array, values: np.ndarray) -> None:
+    def write(self, array: Operand, values: np.ndarray) -> None:
         """Small host values into the start of `array`, ordered before later COMPUTE work."""
         ...
 
-    def read(self, array: Array) -> np.ndarray:
+    def read(self, array: Operand) -> np.ndarray:
         """Host copy after all COMPUTE work so far. Synchronous."""
         ...
 
@@ -140,8 +145,25 @@ class Backend(Protocol):
         """COPY_OUT: the run's pages from their slots to `host`."""
         ...
 
-    def copy_page(self, source: Array, source_slot: int, target: Array, target_slot: int) -> None:
+    def copy_page(self, source: Operand, source_slot: int, target: Operand, target_slot: int) -> None:
         """COMPUTE: one page from one pool to another on the device."""
+        ...
+
+    @property
+    def can_record(self) -> bool:
+        """False on a backend that runs everything at once; the next three are not called there."""
+        ...
+
+    def capture(self, work: Callable[[], None]) -> Any:
+        """What `work` issues, recorded without running it; it must make other streams wait for COMPUTE first and join them last."""
+        ...
+
+    def replay(self, graph: Any) -> None:
+        """COMPUTE: runs a recorded piece of work."""
+        ...
+
+    def release(self, graph: Any) -> None:
+        """Frees a recorded piece of work, after it has run."""
         ...
 
     def synchronize(self) -> None: ...
@@ -151,78 +173,78 @@ class Backend(Protocol):
         ...
 
     # -- operations, all on COMPUTE --------------------------------------------------------------------------------------------
-    def embed(self, tokens: Array, table: Weight, scale: float, out: Array) -> None:
+    def embed(self, tokens: Operand, table: Operand, scale: float, out: Operand) -> None:
         """out[t] = scale * table[tokens[t]]. tokens i32 [T]; table [vocab, hidden]; out f32 [T, hidden]."""
         ...
 
-    def rms_norm(self, x: Array, weight: Array, eps: float, out: Array) -> None:
+    def rms_norm(self, x: Operand, weight: Operand, eps: float, out: Operand) -> None:
         """out = x / sqrt(mean(x^2) + eps) * weight over the last axis of `weight`.
         weight f32 [n]; x, out f32 [T, m*n]: every run of n columns is normalised by itself (m = 1, or heads for query/key norm).
         out may be x."""
         ...
 
-    def linear(self, x: Array, weight: Weight, out: Array, bias: Array | None = None) -> None:
+    def linear(self, x: Operand, weight: Operand, out: Operand, bias: Operand | None = None) -> None:
         """out = x weight^T + bias. x f32 [T, K]; weight [N, K]; out f32 [T, N]; bias f32 [N].
         A row's bits for T <= 16 do not depend on T or on the other rows."""
         ...
 
-    def rope_table(self, rope: RopeConfig, position: Array, out: Array) -> None:
+    def rope_table(self, rope: RopeConfig, position: Operand, out: Operand) -> None:
         """out[t] = (cos, sin) of (position[0] + t) * frequency, times the magnitude. position i32 [1]; out f32 [T, dim/2, 2]."""
         ...
 
-    def rope(self, x: Array, num_heads: int, table: Array, rope: RopeConfig) -> None:
+    def rope(self, x: Operand, num_heads: int, table: Operand, rope: RopeConfig) -> None:
         """Rotates the first rope.dim columns of every head in place. x f32 [T, num_heads*D]; table f32 [T, dim/2, 2]."""
         ...
 
-    def append(self, k: Array, v: Array, position: Array, runs: tuple[PageRun, ...], page: PageFormat, first_position: int) -> None:
+    def append(self, k: Operand, v: Operand, position: Operand, runs: tuple[PageRun, ...], page: PageFormat, first_position: int) -> None:
         """Cells first_position + t of k f32 [T, Hkv*Dk] and v f32 [T, Hkv*Dv], rounded to the page's types, into the pages of `runs`,
         which lie in order and cover all of them. position i32 [1] holds first_position on the device."""
         ...
 
     def attend_rows(
         self,
-        q: Array,
-        position: Array,
+        q: Operand,
+        position: Operand,
         run: PageRun,
         base_page: int,
         layer: LayerConfig,
         page: PageFormat,
         scale: float,
-        part_out: Array,
-        part_lse: Array,
+        part_out: Operand,
+        part_lse: Operand,
     ) -> None:
         """Decode, T = 1: the partial state of every page of the run, stored at index (page - base_page) of the partials.
         Visible cells end at position[0] and, with layer.sliding_window = W, begin at position[0] - W + 1; a page without a visible
         cell gives (0, -inf). q f32 [1, H*Dk]; part_out f32 [pages, H, Dv] normalised; part_lse f32 [pages, H] natural logarithm."""
         ...
 
-    def merge_rows(self, part_out: Array, part_lse: Array, num_parts: int, layer: LayerConfig, out: Array) -> None:
+    def merge_rows(self, part_out: Operand, part_lse: Operand, num_parts: int, layer: LayerConfig, out: Operand) -> None:
         """Merges partial states 0 .. num_parts - 1 in index order. out f32 [1, H*Dv]."""
         ...
 
     def attend_tile(
         self,
-        q: Array,
-        position: Array,
+        q: Operand,
+        position: Operand,
         run: PageRun,
         layer: LayerConfig,
         page: PageFormat,
         scale: float,
-        state: Array,
+        state: Operand,
         *,
         first: bool,
         last: bool,
-        out: Array,
+        out: Operand,
     ) -> None:
         """Prefill, T > 1: walks the run's pages from old to new and carries the running state exactly from call to call; `first` starts
         it, `last` writes out f32 [T, H*Dv]. Query t sees cells up to position[0] + t, and within layer.sliding_window if set.
         state f32 [T, H*(Dv + 8)]: opaque, in a layout of the backend's own."""
         ...
 
-    def glu(self, gate: Array, up: Array, activation: str, out: Array) -> None:
+    def glu(self, gate: Operand, up: Operand, activation: str, out: Operand) -> None:
         """out = activation(gate) * up. f32 [T, ffn]; out may be gate."""
         ...
 
-    def add(self, x: Array, y: Array) -> None:
+    def add(self, x: Operand, y: Operand) -> None:
         """x += y. f32 [T, n]."""
         ...

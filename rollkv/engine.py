@@ -12,15 +12,17 @@ from rollkv.backend import Array, Backend
 from rollkv.budget import DEFAULT_MODULES_BYTES, Budget, DeviceOverhead, check_host_tail, plan_budget
 from rollkv.config import CacheConfig, ModelConfig, SamplingParams
 from rollkv.errors import CheckFailed, DeviceError, OutOfMemoryError, UsageError
-from rollkv.gguf_file import GgufFile, open_gguf
+from rollkv.gguf_file import GgufFile
 from rollkv.host_backend import HostBackend
 from rollkv.host_memory import host_memory
 from rollkv.kv_cache import KVCache
-from rollkv.model.forward import forward, logits
+from rollkv.model.decode import Decoder
+from rollkv.model.forward import enter, forward, logits
 from rollkv.model.step import Model
 from rollkv.model_config import model_config
 from rollkv.quants import device_bytes
 from rollkv.sampling import Sampler
+from rollkv.synth import open_model
 from rollkv.units import format_size
 from rollkv.weights import load_weights, used_tensors
 from rollkv.workspace import MAX_FEW_ROWS, SLAB_BYTES, linear_scratch, ropes_of, widest_input, workspace_arrays
@@ -70,7 +72,9 @@ class Stats:
 class Engine:
     """One model, one sequence. Everything on the device is allocated by the time the constructor returns."""
 
-    def __init__(self, backend: Backend, file: GgufFile, config: ModelConfig, cache: CacheConfig, budget: Budget, on_load: Progress | None = None) -> None:
+    def __init__(
+        self, backend: Backend, file: GgufFile, config: ModelConfig, cache: CacheConfig, budget: Budget, on_load: Progress | None = None
+    ) -> None:
         self.backend = backend
         self.config = config
         self.cache_config = cache
@@ -82,6 +86,7 @@ class Engine:
         workspace = {name: backend.empty(name, spec.shape, spec.dtype) for name, spec in workspace_arrays(config, cache).items()}
         weights = load_weights(backend, config, file.tensors, on_load)
         self._model = Model(backend, config, weights, self._cache, workspace, ropes_of(config))
+        self._decoder = Decoder(self._model)
 
     @property
     def backend_name(self) -> str:
@@ -127,7 +132,9 @@ class Engine:
     def decode(self, token: int) -> np.ndarray:
         """Appends one token; returns the logits behind it, float32 [vocab]."""
         ids = self._checked([token])
-        return self._row(self._forward(ids), ids)
+        out = self._decoder.step(ids, self._position)
+        self._position += 1
+        return self._finite(self.backend.read(out)[0], ids)
 
     def logit_rows(self, tokens: Sequence[int]) -> Iterator[np.ndarray]:
         """Appends tokens; yields the logits behind each of them in slices of at most 16 rows, float32 [rows, vocab]."""
@@ -166,25 +173,28 @@ class Engine:
         row = self.prefill(prompt_ids, on_progress)
         prefilled = time.perf_counter()
         copied = self._cache.copied_in_bytes
+        window_cells, tail_cells = self._occupancy()
         self.stats = Stats(
-            prompt_tokens=len(prompt_ids), prefill_seconds=prefilled - start, cap_bytes=self.budget.cap_bytes, **self._occupancy()
+            len(prompt_ids), 0, prefilled - start, 0.0, None, window_cells, tail_cells, 0, self._device_bytes(), self.budget.cap_bytes
         )
         for count in range(1, num_tokens + 1):
             token = sampler.sample(row, history)
             now = time.perf_counter()
+            window_cells, tail_cells = self._occupancy()
             self.stats = replace(
                 self.stats,
                 ttft_seconds=self.stats.ttft_seconds or now - start,
                 generated_tokens=count,
                 decode_seconds=now - prefilled if count > 1 else 0.0,
                 link_bytes=self._cache.copied_in_bytes - copied,
-                **self._occupancy(),
+                window_cells=window_cells,
+                tail_cells=tail_cells,
             )
             if token in stop_ids:
-                self.stats = replace(self.stats, stop_reason="stop_token", stop_token=token)
+                self.stats = replace(self.stats, stop_reason="stop_token", stop_token=token, peak_device_bytes=self._device_bytes())
                 return
             if count == num_tokens:
-                self.stats = replace(self.stats, stop_reason="length")
+                self.stats = replace(self.stats, stop_reason="length", peak_device_bytes=self._device_bytes())
             history.append(token)
             yield token
             if count < num_tokens:
@@ -209,12 +219,14 @@ class Engine:
             yield begin, ids[begin : begin + self.cache_config.ubatch]
 
     def _forward(self, ids: np.ndarray) -> Array:
-        hidden = forward(self._model, ids, self._position)
+        hidden = forward(self._model, enter(self._model, ids, self._position))
         self._position += len(ids)
         return hidden
 
     def _row(self, hidden: Array, ids: np.ndarray) -> np.ndarray:
-        row: np.ndarray = self.backend.read(logits(self._model, hidden))[0]
+        return self._finite(self.backend.read(logits(self._model, hidden))[0], ids)
+
+    def _finite(self, row: np.ndarray, ids: np.ndarray) -> np.ndarray:
         if not np.isfinite(row).all():
             self._explain(ids[-self.cache_config.ubatch :])
         return row
@@ -225,21 +237,31 @@ class Engine:
 
         def check(index: int, hidden: Array) -> None:
             if not np.isfinite(self.backend.read(hidden)).all():
-                raise CheckFailed(f"values are not finite behind layer {index} in the step of cells {position} to {self._position - 1}; {advice}")
+                raise CheckFailed(
+                    f"values are not finite behind layer {index} in the step of cells {position} to {self._position - 1}; {advice}"
+                )
 
         advice = "the file may be damaged, or a 16-bit KV type too narrow for it: try --cache-type-k f32 --cache-type-v f32"
-        forward(self._model, ids, position, check)
-        raise CheckFailed(f"logits are not finite in the step of cells {position} to {self._position - 1}: output norm or output matrix; {advice}")
+        forward(self._model, enter(self._model, ids, position), check)
+        raise CheckFailed(
+            f"logits are not finite in the step of cells {position} to {self._position - 1}: output norm or output matrix; {advice}"
+        )
 
-    def _occupancy(self) -> dict[str, int]:
+    def _device_bytes(self) -> int | None:
+        """Device memory of the process now; all of it is taken before the first token, so now is as good as at any time."""
+        use = self.backend.device_use()
+        return None if use is None else use.used_bytes
+
+    def _occupancy(self) -> tuple[int, int]:
+        """(cells in the resident window, cells in the tail) now."""
         tail_pages = max(-(-self._position // self.budget.page_cells) - self.budget.window_pages, 0)
         tail = tail_pages * self.budget.page_cells
-        return {"window_cells": self._position - tail, "tail_cells": tail}
+        return self._position - tail, tail
 
 
 def plan(path: str | Path, cache: CacheConfig, *, vram_target: int | None = None, overhead: DeviceOverhead | None = None) -> Budget:
     """The budget of a run from the header alone; touches no device. Raises what loading would raise."""
-    with open_gguf(path) as file:
+    with open_model(path) as file:
         return budget_of(file, model_config(file), cache, vram_target, overhead)
 
 
@@ -258,10 +280,12 @@ def load(
     vram_target: bytes this process may hold on the device, context included; None: what is free. `warn` takes one-line messages.
     Raises ModelFileError, UnsupportedModelError, OutOfMemoryError, DeviceError, UsageError.
     """
-    with open_gguf(path) as file:
+    with open_model(path) as file:
         config = model_config(file)
         if cache.ctx_size > config.context_length:
-            warn(f"the context of {cache.ctx_size} cells is longer than the {config.context_length} that {config.name or path} was trained for")
+            warn(
+                f"the context of {cache.ctx_size} cells is longer than the {config.context_length} that {config.name or path} was trained for"
+            )
         machine = _open_backend(backend, device, warn)
         try:
             return load_on(machine, file, config, cache, vram_target, on_load)
@@ -306,7 +330,9 @@ def _open_backend(name: BackendName, device: int, warn: Callable[[str], None]) -
     except DeviceError as error:
         if name == "cuda":
             raise
-        warn(f"NO USABLE GPU ({error}): running the NumPy reference backend on the CPU, which is slow; --backend host says so without this warning")
+        warn(
+            f"NO USABLE GPU ({error}): running the NumPy reference backend on the CPU, which is slow; --backend host says so without this warning"
+        )
         return HostBackend()
 
 

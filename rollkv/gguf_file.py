@@ -76,6 +76,11 @@ class TensorData:
     raw: np.ndarray  # uint8 [bytes], a view of the memory map; empty if the type is not known
     file: str = ""
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file. Cheap, also where `raw` is made on demand."""
+        return self.raw.nbytes
+
 
 def show(text: object) -> str:
     """`text` fit for one line of an error message: printable and at most 120 characters."""

@@ -69,6 +69,7 @@ class HostBackend:
     """See the module. precision np.float64 makes it the oracle; pages hold their own types either way."""
 
     name = "host"
+    can_record = False
 
     def __init__(self, *, precision: type = np.float32, order: Literal["eager", "late"] = "eager") -> None:
         self._precision = np.dtype(precision)
@@ -141,6 +142,15 @@ class HostBackend:
 
     def copy_page(self, source: HostArray, source_slot: int, target: HostArray, target_slot: int) -> None:
         target.values[target_slot] = source.values[source_slot]
+
+    def capture(self, work: Callable[[], None]) -> None:
+        raise AssertionError("nothing is recorded here")
+
+    def replay(self, graph: Any) -> None:
+        raise AssertionError("nothing is recorded here")
+
+    def release(self, graph: Any) -> None:
+        raise AssertionError("nothing is recorded here")
 
     def synchronize(self) -> None:
         for stream in Stream:
@@ -240,9 +250,7 @@ class HostBackend:
         if last:
             out.values[...] = (walk_out / np.where(walk_sum > 0, walk_sum, 1)[..., None]).reshape(q.shape[0], -1)
 
-    def _page_parts(
-        self, q: HostArray, position: HostArray, run: PageRun, layer: LayerConfig, page: PageFormat, scale: float
-    ) -> Any:
+    def _page_parts(self, q: HostArray, position: HostArray, run: PageRun, layer: LayerConfig, page: PageFormat, scale: float) -> Any:
         queries = q.values.reshape(q.shape[0], layer.num_heads, layer.key_dim)
         for index in range(run.num_pages):
             number = run.first_page + index

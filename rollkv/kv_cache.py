@@ -10,6 +10,7 @@ write-through of the layer that used it before.
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,7 +48,9 @@ class KVCache:
         )
         self._ring_shape = budget.ring
         largest = max((self.formats[index].page_bytes for index in self._full), default=0)
-        self._ring = backend.empty("staging ring", (budget.ring.num_slots * budget.ring.slot_pages * largest,), "u8") if budget.ring else None
+        self._ring = (
+            backend.empty("staging ring", (budget.ring.num_slots * budget.ring.slot_pages * largest,), "u8") if budget.ring else None
+        )
         self._fresh = [backend.empty("fresh pages", (budget.fresh_slots * largest,), "u8") for _ in range(2)] if budget.fresh_slots else []
         self._fresh_slots = budget.fresh_slots
         self._tails: dict[int, Any] = {
@@ -59,7 +62,7 @@ class KVCache:
         self._fresh_free: list[Any] = [None, None]
         self._slot_free: dict[int, Any] = {}
         self._next_slot = 0
-        self._steps: dict[int, StepPages] = {}
+        self._steps: tuple[StepPages, ...] = ()
         self._pieces: tuple[Piece, ...] = ()
         self._filled: dict[int, Any] = {}
         self._issued = 0
@@ -67,9 +70,13 @@ class KVCache:
         self.copied_in_bytes = 0
         self.copied_out_bytes = 0
 
+    def plan(self, position: int, num_tokens: int) -> tuple[StepPages, ...]:
+        """What a step that appends cells position .. position + num_tokens - 1 does to the pages of every layer. Changes nothing."""
+        return tuple(layout.step(position, num_tokens) for layout in self._layouts)
+
     def begin_step(self, position: int, num_tokens: int) -> None:
         """Plans the step that appends cells position .. position + num_tokens - 1, and starts the first copies."""
-        self._steps = {index: layout.step(position, num_tokens) for index, layout in enumerate(self._layouts)}
+        self._steps = self.plan(position, num_tokens)
         tails = {index: self._steps[index].tail_pages for index in self._full}
         self._pieces = plan_pieces(tails, self._ring_shape, self._next_slot) if self._ring_shape else ()
         if self._pieces and self._ring_shape:
@@ -111,6 +118,31 @@ class KVCache:
                 self._slot_free[piece.slot] = self._backend.record(Stream.COMPUTE)
                 self._used += 1
                 self._issue_copies()
+
+    # -- a step that can be recorded ---------------------------------------------------------------------------------------------
+    def settle(self) -> None:
+        """Orders COMPUTE behind every copy so far, so that a recorded step need not wait for anything outside it."""
+        for event in (*self._written.values(), *(event for event in self._fresh_free if event is not None)):
+            self._backend.wait(Stream.COMPUTE, event)
+        self._written.clear()
+        self._slot_free.clear()
+        self._fresh_free = [None, None]
+
+    @contextmanager
+    def isolated(self) -> Iterator[None]:
+        """Around one step behind `settle`: its copies begin behind COMPUTE and have ended when COMPUTE goes on."""
+        copies = self._ring_shape is not None
+        if copies:
+            self._backend.wait(Stream.COPY_IN, self._backend.record(Stream.COMPUTE))
+        yield
+        if copies:
+            self._backend.wait(Stream.COMPUTE, self._backend.record(Stream.COPY_IN))
+        self._slot_free.clear()
+
+    def mark_ring_busy(self) -> None:
+        """Behind the replay of a recorded step: slots are free again when COMPUTE has come this far."""
+        if self._ring_shape:
+            self._slot_free = dict.fromkeys(range(self._ring_shape.num_slots), self._backend.record(Stream.COMPUTE))
 
     # -- copies ----------------------------------------------------------------------------------------------------------------
     def _issue_copies(self) -> None:

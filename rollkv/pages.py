@@ -101,9 +101,7 @@ class SlidingLayout:
         cells = self.page_cells
         first, last = position // cells, (position + num_tokens - 1) // cells
         oldest = max(0, position - self.sliding_window + 1) // cells
-        return StepPages(
-            first, last, _segments((Place.WINDOW, oldest, last + 1)), _segments((Place.WINDOW, first, last + 1)), None, ()
-        )
+        return StepPages(first, last, _segments((Place.WINDOW, oldest, last + 1)), _segments((Place.WINDOW, first, last + 1)), None, ())
 
 
 def _segments(*spans: tuple[Place, int, int]) -> tuple[Segment, ...]:

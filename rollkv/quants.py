@@ -112,7 +112,9 @@ def raw_bytes(qtype: str, shape: tuple[int, ...]) -> int:
     """Bytes of a tensor in the file. Raises ModelFileError when the columns are no whole blocks."""
     fmt = block_format(qtype)
     if shape[-1] % fmt.elements:
-        raise ModelFileError(f"rows of {shape[-1]} weights are no whole blocks of {qtype}; a multiple of {fmt.elements} was wanted; the file is damaged")
+        raise ModelFileError(
+            f"rows of {shape[-1]} weights are no whole blocks of {qtype}; a multiple of {fmt.elements} was wanted; the file is damaged"
+        )
     return math.prod(shape) // fmt.elements * fmt.nbytes
 
 
@@ -120,7 +122,9 @@ def _raw_blocks(qtype: str, raw: np.ndarray, shape: tuple[int, ...]) -> np.ndarr
     """uint8 [rows, blocks of a row, block bytes], a view of raw."""
     wanted = raw_bytes(qtype, shape)
     if raw.dtype != np.uint8 or raw.size != wanted:
-        raise ModelFileError(f"a tensor of type {qtype} and shape {shape} has {raw.nbytes} bytes; {wanted} were wanted; the file is damaged")
+        raise ModelFileError(
+            f"a tensor of type {qtype} and shape {shape} has {raw.nbytes} bytes; {wanted} were wanted; the file is damaged"
+        )
     fmt = FORMATS[qtype]
     return raw.reshape(math.prod(shape[:-1]), shape[-1] // fmt.elements, fmt.nbytes)
 
@@ -213,7 +217,10 @@ def merge_planes(qtype: str, planes: tuple[np.ndarray, ...], shape: tuple[int, .
     fmt = form.format
     padded = np.zeros((form.tiles * TILE_ROWS, form.spans * (fmt.span // fmt.elements), fmt.nbytes), np.uint8)
     for field, plane in zip(fmt.fields, planes, strict=True):
-        (_merge_codes if isinstance(field, CodeField) else _merge_bytes)(form, field, plane, padded)
+        if isinstance(field, CodeField):
+            _merge_codes(form, field, plane, padded)
+        else:
+            _merge_bytes(form, field, plane, padded)
     return np.ascontiguousarray(padded[: form.rows, : form.columns // fmt.elements]).reshape(-1)
 
 

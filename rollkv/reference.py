@@ -8,6 +8,7 @@ import numpy as np
 from rollkv.config import RopeConfig
 from rollkv.rope import rope_frequencies
 
+
 def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
     """x / sqrt(mean(x^2) + eps) * weight over runs of len(weight) columns. x [T, m*n], weight [n]."""
     runs = x.reshape(-1, weight.shape[0])
@@ -58,7 +59,7 @@ def attend_page(
     """
     num_tokens, num_heads, key_dim = q.shape
     num_kv_heads = keys.shape[0]
-    used = seen.any(axis=0)[:, None]
+    used = np.asarray(seen.any(axis=0))[:, None]
     keys, values = np.where(used, keys, 0).astype(q.dtype), np.where(used, values, 0).astype(q.dtype)
     grouped = q.reshape(num_tokens, num_kv_heads, -1, key_dim).transpose(1, 2, 0, 3)  # [Hkv, G, T, Dk]
     scores = grouped @ keys[:, None].swapaxes(-1, -2) * np.asarray(scale, q.dtype)

@@ -33,7 +33,9 @@ def parse_size(text: str, option: str, *, bare_unit: int = MIB) -> int:
     match = _SIZE.match(text)
     unit = bare_unit if match and not match[2] else _UNITS.get(match[2].lower()) if match else None
     if match is None or unit is None:
-        raise UsageError(f"{option}: cannot read the size {text!r}; write a number of MiB, or a number with MiB, GiB, MB or GB, such as 6GiB")
+        raise UsageError(
+            f"{option}: cannot read the size {text!r}; write a number of MiB, or a number with MiB, GiB, MB or GB, such as 6GiB"
+        )
     size = int(float(match[1]) * unit)
     if size <= 0:
         raise UsageError(f"{option}: {text!r} is no memory at all; write a size above zero, such as 6GiB")
@@ -41,7 +43,7 @@ def parse_size(text: str, option: str, *, bare_unit: int = MIB) -> int:
 
 
 def format_size(num_bytes: int) -> str:
-    """"518.0 MiB" below 1 GiB, "12.34 GiB" from there on; exact bytes below 1 KiB."""
+    """ "518.0 MiB" below 1 GiB, "12.34 GiB" from there on; exact bytes below 1 KiB."""
     if abs(num_bytes) < 1 << 10:
         return f"{num_bytes} B"
     if abs(num_bytes) < 1 << 20:
@@ -52,7 +54,7 @@ def format_size(num_bytes: int) -> str:
 
 
 def format_rate(bytes_per_second: float) -> str:
-    """"54.9 GB/s" (1e9 bytes)."""
+    """ "54.9 GB/s" (1e9 bytes)."""
     return f"{bytes_per_second / 1e9:.1f} GB/s"
 
 

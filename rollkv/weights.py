@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from rollkv.backend import Array, Backend, Weight
 from rollkv.config import ModelConfig
@@ -57,7 +58,7 @@ def load_weights(
 ) -> ModelWeights:
     """Loads every used tensor; on_progress(done bytes, all bytes) after each."""
     used = used_tensors(config, tensors)
-    total, done = sum(tensor.raw.nbytes for tensor in used), 0
+    total, done = sum(tensor.nbytes for tensor in used), 0
     matrices: dict[str, Weight] = {}
     vectors: dict[str, Array] = {}
     for tensor in used:
@@ -65,7 +66,7 @@ def load_weights(
             matrices[tensor.name] = backend.load_weight(tensor)
         else:
             vectors[tensor.name] = backend.load_vector(tensor)
-        done += tensor.raw.nbytes
+        done += tensor.nbytes
         if on_progress is not None:
             on_progress(done, total)
     layers = tuple(_layer(index, matrices, vectors) for index in range(config.num_layers))
@@ -75,6 +76,7 @@ def load_weights(
 
 _MATRICES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
 _BIASES = ("attn_q", "attn_k", "attn_v")
+_OPTIONAL_NORMS = ("attn_q_norm", "attn_k_norm", "post_attention_norm", "post_ffw_norm")
 
 
 def _layer_tensors(config: ModelConfig, index: int, tensors: Mapping[str, TensorData]) -> list[str]:
@@ -88,16 +90,8 @@ def _layer_tensors(config: ModelConfig, index: int, tensors: Mapping[str, Tensor
 
 
 def _layer(index: int, matrices: Mapping[str, Weight], vectors: Mapping[str, Array]) -> LayerWeights:
-    def vector(name: str) -> Array | None:
-        return vectors.get(f"blk.{index}.{name}")
-
-    return LayerWeights(
-        attn_norm=vectors[f"blk.{index}.attn_norm.weight"],
-        ffn_norm=vectors[f"blk.{index}.ffn_norm.weight"],
-        attn_q_norm=vector("attn_q_norm.weight"),
-        attn_k_norm=vector("attn_k_norm.weight"),
-        post_attention_norm=vector("post_attention_norm.weight"),
-        post_ffw_norm=vector("post_ffw_norm.weight"),
-        **{name: matrices[f"blk.{index}.{name}.weight"] for name in _MATRICES},
-        **{f"{name}_bias": vector(f"{name}.bias") for name in _BIASES},
-    )
+    found: dict[str, Any] = {name: matrices[f"blk.{index}.{name}.weight"] for name in _MATRICES}
+    found |= {name: vectors[f"blk.{index}.{name}.weight"] for name in ("attn_norm", "ffn_norm")}
+    found |= {f"{name}_bias": vectors.get(f"blk.{index}.{name}.bias") for name in _BIASES}
+    found |= {name: vectors.get(f"blk.{index}.{name}.weight") for name in _OPTIONAL_NORMS}
+    return LayerWeights(**found)

@@ -1,9 +1,9 @@
 """Written before copied, copied before read, read before reused: for every window, ring and ubatch tried, no two accesses race."""
 
-import engines
 import pytest
-import race_detector
 
+import engines
+import race_detector
 from rollkv.stream_plan import RingShape
 
 PAGE = 16
@@ -47,7 +47,13 @@ def test_the_detector_sees_a_missing_wait(monkeypatch: pytest.MonkeyPatch) -> No
                         engine.decode(token)
                 except AssertionError:
                     found.add((waiting.name, recorded.name))
-    assert found == {("COMPUTE", "COPY_IN"), ("COMPUTE", "COPY_OUT"), ("COPY_IN", "COMPUTE"), ("COPY_IN", "COPY_OUT"), ("COPY_OUT", "COMPUTE")}
+    assert found == {
+        ("COMPUTE", "COPY_IN"),
+        ("COMPUTE", "COPY_OUT"),
+        ("COPY_IN", "COMPUTE"),
+        ("COPY_IN", "COPY_OUT"),
+        ("COPY_OUT", "COMPUTE"),
+    }
 
 
 @pytest.mark.parametrize("model", engines.MODELS)

@@ -1,9 +1,9 @@
 """The CUDA engine against the host engine on the fixture models, and against itself with other residencies, bit for bit."""
 
-import engines
 import numpy as np
 import pytest
 
+import engines
 from rollkv.config import CacheConfig
 from rollkv.engine import Engine, load
 

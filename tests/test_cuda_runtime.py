@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fake_driver import FakeDriver
 
+from fake_driver import FakeDriver
 from rollkv.backend import PageRun, Stream
 from rollkv.cuda.context import Context
 from rollkv.cuda.copies import Copies, Events, pieces

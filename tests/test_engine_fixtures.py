@@ -1,8 +1,9 @@
 """The host engine against logits and greedy continuations that another engine computed."""
 
-import engines
 import numpy as np
 import pytest
+
+import engines
 
 
 @pytest.mark.parametrize("model", engines.MODELS)

@@ -106,7 +106,9 @@ def test_what_is_not_finite_passes_no_limit(side, value):
         assert limits.broken(found)
 
 
-@pytest.mark.parametrize("name,limits", [("mean KLD", Limits(max_kld=1e-6)), ("NMSE", Limits(max_nmse=1e-6)), ("top token", Limits(min_top1=1.0))])
+@pytest.mark.parametrize(
+    "name,limits", [("mean KLD", Limits(max_kld=1e-6)), ("NMSE", Limits(max_nmse=1e-6)), ("top token", Limits(min_top1=1.0))]
+)
 def test_each_limit_is_kept_by_itself(name, limits):
     reference, candidate = random_pair(8)
     (message,) = limits.broken(compared(reference, candidate))

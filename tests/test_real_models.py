@@ -54,7 +54,9 @@ def test_every_window_gives_the_resident_bits(name: str, length: int, ubatch: in
         pages = engine.budget.total_pages
         resident = list(checksums(engine, tokens, length))
     for window in (1, 2, 5, pages // 2):
-        with load(path, CacheConfig(length + decoded, ubatch=ubatch, residency="window", window_cells=window * 256), backend="cuda") as engine:
+        with load(
+            path, CacheConfig(length + decoded, ubatch=ubatch, residency="window", window_cells=window * 256), backend="cuda"
+        ) as engine:
             assert engine.budget.window_pages == window
             assert list(checksums(engine, tokens, length)) == resident, f"window of {window} pages"
 
@@ -134,7 +136,21 @@ def test_the_cap_holds_against_an_outside_meter(tmp_path: Path) -> None:
     windows, tails = [], []
     for part in (0.0, 0.25, 0.5, 0.75, 1.0):
         cap = int(smallest + part * (resident - smallest)) + (6 << 20)
-        command = [sys.executable, "-m", "rollkv", "generate", "-m", str(path), "--raw", "-p", "word " * 8000, "-n", "50", "-c", str(context)]
+        command = [
+            sys.executable,
+            "-m",
+            "rollkv",
+            "generate",
+            "-m",
+            str(path),
+            "--raw",
+            "-p",
+            "word " * 8000,
+            "-n",
+            "50",
+            "-c",
+            str(context),
+        ]
         command += ["--ubatch", "512", "--vram-target", f"{cap / (1 << 20)}MiB", "--ignore-eos", "-o", "json"]
         with (tmp_path / "out").open("w") as out, (tmp_path / "err").open("w") as err:  # a pipe would fill up: nobody reads it
             process = subprocess.Popen(command, stdout=out, stderr=err)
@@ -143,7 +159,9 @@ def test_the_cap_holds_against_an_outside_meter(tmp_path: Path) -> None:
         result = json.loads((tmp_path / "out").read_text())
         windows.append(result["budget"]["window_pages"])
         tails.append(result["budget"]["tail_pages"])
-        print(f"\ncap {cap / 2**20:.1f} MiB: peak {peak / 2**20:.1f} MiB = {100 * peak / cap:.1f} %, window {windows[-1]} pages, tail {tails[-1]}")
+        print(
+            f"\ncap {cap / 2**20:.1f} MiB: peak {peak / 2**20:.1f} MiB = {100 * peak / cap:.1f} %, window {windows[-1]} pages, tail {tails[-1]}"
+        )
         assert 0 < peak <= cap
     assert windows == sorted(windows) and windows[0] < windows[-1]
     assert tails[-1] == 0

@@ -2,9 +2,10 @@
 
 from typing import Literal
 
-import engines
 import numpy as np
 import pytest
+
+import engines
 
 PAGE = 16
 

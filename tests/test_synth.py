@@ -28,7 +28,9 @@ TOKENS = Tokenizer.from_metadata(tokenizer_metadata(MAX_USED_TOKENS))
 PAGE = 64
 
 
-def engine(file: GgufFile, ctx_size: int, *, backend: HostBackend | None = None, window: int | None = None, page_cells: int = PAGE) -> Engine:
+def engine(
+    file: GgufFile, ctx_size: int, *, backend: HostBackend | None = None, window: int | None = None, page_cells: int = PAGE
+) -> Engine:
     config = model_config(file)
     cache = CacheConfig(ctx_size, page_cells, "f16", "f16", 512, "full" if window is None else "window", window)
     return Engine(backend or HostBackend(), file, config, cache, budget_of(file, config, cache, None, None))
@@ -219,7 +221,9 @@ def test_a_matrix_of_a_public_shape(qtype: str) -> None:
     with open_synth(f"synth:llama-3.2-1b:{qtype}") as file:
         tensor = file.tensor("blk.1.attn_k.weight")
         values = dequantise(tensor.qtype, tensor.raw, tensor.shape)
-        assert values[64:128:].std() == pytest.approx(2 / math.sqrt(2048) * math.sqrt(16 / 64), rel=0.05)  # 48 of 64 elements are the circuit's
+        assert values[64:128:].std() == pytest.approx(
+            2 / math.sqrt(2048) * math.sqrt(16 / 64), rel=0.05
+        )  # 48 of 64 elements are the circuit's
         circuit = values[:64][values[:64, 32:128].any(axis=1) & (np.count_nonzero(values[:64], axis=1) == 1)]
         assert len(circuit) == 48
         assert len(np.unique(values[128:144], axis=0)) > 1

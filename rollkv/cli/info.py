@@ -26,11 +26,11 @@ def info(
 
     from rollkv import report
     from rollkv.errors import UnsupportedModelError
-    from rollkv.gguf_file import open_gguf
     from rollkv.model_config import model_config
     from rollkv.models import default_model
+    from rollkv.synth import open_model
 
-    with open_gguf(file or default_model()) as opened:
+    with open_model(file or default_model()) as opened:
         config, reason = None, None
         try:
             config = model_config(opened)
@@ -49,7 +49,7 @@ def _facts(file: "GgufFile", config: "ModelConfig | None", reason: str | None) -
     for tensor in file.tensors.values():
         entry = types.setdefault(tensor.qtype, {"tensors": 0, "bytes": 0})
         entry["tensors"] += 1
-        entry["bytes"] += tensor.raw.nbytes
+        entry["bytes"] += tensor.nbytes
     facts: dict[str, Any] = {
         "path": str(file.path),
         "shards": len(file.shards),

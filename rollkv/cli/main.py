@@ -18,7 +18,10 @@ import typer
 from rollkv import __version__
 from rollkv.cli.generate import generate
 from rollkv.cli.info import info
+from rollkv.cli.logit_equiv import logit_equiv
+from rollkv.cli.needle import needle
 from rollkv.cli.plan import plan
+from rollkv.cli.synth import synth
 from rollkv.cli.tokenize import tokenize
 from rollkv.errors import OutOfMemoryError, RollkvError
 
@@ -27,7 +30,7 @@ INTERRUPTED = 130
 _COMMAND_LINE_ERROR = typer.BadParameter.__mro__[2]  # the base of all errors that the parser raises; typer has no public name for it
 
 app = typer.Typer(name="rollkv", add_completion=False, rich_markup_mode=None, context_settings={"help_option_names": ["-h", "--help"]})
-for command in (generate, plan, info, tokenize):
+for command in (generate, needle, logit_equiv, plan, info, tokenize, synth):
     app.command()(command)
 
 

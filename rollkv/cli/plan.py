@@ -21,13 +21,13 @@ def plan(
 
     from rollkv import report
     from rollkv.engine import plan as plan_run
-    from rollkv.gguf_file import open_gguf
     from rollkv.model_config import model_config
     from rollkv.models import default_model
+    from rollkv.synth import open_model
     from rollkv.tasks.generate import cache_config
 
     path = model or default_model()
-    with open_gguf(path) as file:
+    with open_model(path) as file:
         config = model_config(file)
     cache = cache_config(
         config.context_length if ctx_size is None else ctx_size,

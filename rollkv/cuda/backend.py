@@ -18,6 +18,7 @@ from rollkv.cuda.context import Context
 from rollkv.cuda.copies import Copies, Event, Events
 from rollkv.cuda.device import DeviceArray, Launcher
 from rollkv.cuda.driver import DriverCalls, find_device
+from rollkv.cuda.graph import Graph, capture
 from rollkv.cuda.kernels import add, attn_decode, attn_merge, attn_prefill, embed, glu, kv_append, linear_rows, repack, rms_norm
 from rollkv.cuda.kernels import rope as rotation
 from rollkv.cuda.memory import HOST_CHUNK_BYTES, DeviceMemory, HostPages, PinnedMemory
@@ -49,6 +50,7 @@ class CudaBackend:
     """
 
     name = "cuda"
+    can_record = True
 
     def __init__(
         self,
@@ -73,6 +75,7 @@ class CudaBackend:
         self._copies = Copies(self._calls, streams, self._events, self._pinned)
         self._ropes: dict[RopeConfig, tuple[DeviceArray, float]] = {}
         self._scratch: _LinearScratch | None = None
+        self._graphs: list[Graph] = []
         self._closed = False
 
     def __enter__(self) -> "CudaBackend":
@@ -102,7 +105,7 @@ class CudaBackend:
         return self._context.used_bytes()
 
     def device_use(self) -> DeviceUse:
-        return DeviceUse(self.context_bytes, self.modules_bytes, self.free_bytes())
+        return DeviceUse(self.memory_used_bytes(), self.context_bytes, self.modules_bytes, self.free_bytes())
 
     def free_bytes(self) -> int:
         """Device memory that can still be had."""
@@ -167,9 +170,10 @@ class CudaBackend:
             raise ValueError(
                 f"load_weight: {TILE_ROWS} rows of {tensor.name} take {row_bytes * TILE_ROWS} bytes; the slab has {slab.nbytes}"
             )
+        raw = tensor.raw  # once: a synthetic tensor makes it on demand
         for first in range(0, weight.rows, tiles_at_once * TILE_ROWS):
             rows = min(tiles_at_once * TILE_ROWS, weight.rows - first)
-            part = tensor.raw[first * row_bytes : (first + rows) * row_bytes]
+            part = raw[first * row_bytes : (first + rows) * row_bytes]
             self._copies.upload(slab.ptr, part.ctypes.data, part.nbytes)
             repack.repack(self.launcher, slab, weight, first_tile=first // TILE_ROWS, num_rows=rows)
         return weight
@@ -204,6 +208,19 @@ class CudaBackend:
     def copy_page(self, source: DeviceArray, source_slot: int, target: DeviceArray, target_slot: int) -> None:
         self._copies.copy_page(source, source_slot, target, target_slot)
 
+    def capture(self, work: Callable[[], None]) -> Graph:
+        graph = capture(self._calls, self._context.streams[Stream.COMPUTE], work)
+        self._graphs.append(graph)
+        return graph
+
+    def replay(self, graph: Graph) -> None:
+        graph.replay(self._context.streams[Stream.COMPUTE])
+
+    def release(self, graph: Graph) -> None:
+        self.synchronize()
+        graph.close()
+        self._graphs.remove(graph)
+
     def synchronize(self) -> None:
         self._context.synchronize(self.launcher.last_launched)
 
@@ -218,6 +235,8 @@ class CudaBackend:
                 self._scratch.gemm.close()
         self._scratch = None
         self._ropes.clear()
+        while self._graphs:
+            self._graphs.pop().close()
         self.launcher.close()
         self._events.close()
         self._pinned.close()

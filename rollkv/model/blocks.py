@@ -36,9 +36,7 @@ def _attend_one(model: Model, step: Step, index: int, q: Array, out: Array) -> N
     part_out = model.workspace["attention.part_out"].view((parts, layer.num_heads, layer.value_dim))
     part_lse = model.workspace["attention.part_lse"].view((parts, layer.num_heads))
     for run, _ in model.cache.walk(index):
-        model.backend.attend_rows(
-            q, step.position_array, run, base, layer, page, model.config.attention_scale, part_out, part_lse
-        )
+        model.backend.attend_rows(q, step.position_array, run, base, layer, page, model.config.attention_scale, part_out, part_lse)
     model.backend.merge_rows(part_out, part_lse, parts, layer, out)
 
 

@@ -16,16 +16,27 @@ LAYERS: dict[str, Callable[[Model, Step, int, Array, Array], None]] = {
 }
 
 
-def forward(model: Model, tokens: np.ndarray, position: int, after_layer: Callable[[int, Array], None] | None = None) -> Array:
-    """Appends tokens (int32 [T]) at cells position .. position + T - 1; returns the last layer's rows, f32 [T, hidden].
+def enter(model: Model, tokens: np.ndarray, position: int) -> Step:
+    """Puts tokens (int32 [T]), which belong at cells position .. position + T - 1, and the position into device memory."""
+    backend, workspace, num_tokens = model.backend, model.workspace, len(tokens)
+    backend.write(workspace["tokens"], tokens)
+    backend.write(workspace["position"], np.array([position], np.int32))
+    tables = {rope: workspace[f"rope.{number}"].rows(num_tokens) for number, rope in enumerate(model.ropes)}
+    return Step(num_tokens, position, workspace["position"], tables)
+
+
+def forward(model: Model, step: Step, after_layer: Callable[[int, Array], None] | None = None) -> Array:
+    """Appends the step's tokens; returns the last layer's rows, f32 [T, hidden].
 
     after_layer(index, hidden) is called behind every layer, for inspection.
     """
     backend, config, workspace = model.backend, model.config, model.workspace
-    step = _begin(model, tokens, position)
     hidden, normed = (workspace[name].rows(step.num_tokens) for name in ("hidden", "normed"))
     layer = LAYERS[config.architecture]
 
+    model.cache.begin_step(step.position, step.num_tokens)
+    for rope, table in step.tables.items():
+        backend.rope_table(rope, step.position_array, table)
     backend.embed(workspace["tokens"].rows(step.num_tokens), model.weights.token_embd, config.embedding_scale, hidden)
     for index in range(config.num_layers):
         layer(model, step, index, hidden, normed)
@@ -40,14 +51,3 @@ def logits(model: Model, hidden: Array) -> Array:
     model.backend.rms_norm(hidden, model.weights.output_norm, model.config.rms_norm_eps, hidden)
     model.backend.linear(hidden, model.weights.output, out)
     return out
-
-
-def _begin(model: Model, tokens: np.ndarray, position: int) -> Step:
-    backend, workspace, num_tokens = model.backend, model.workspace, len(tokens)
-    backend.write(workspace["tokens"], tokens)
-    backend.write(workspace["position"], np.array([position], np.int32))
-    model.cache.begin_step(position, num_tokens)
-    tables = {rope: workspace[f"rope.{number}"].rows(num_tokens) for number, rope in enumerate(model.ropes)}
-    for rope, table in tables.items():
-        backend.rope_table(rope, workspace["position"], table)
-    return Step(num_tokens, position, workspace["position"], tables)

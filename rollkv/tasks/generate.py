@@ -16,11 +16,11 @@ from rollkv.config import DEFAULT_PAGE_CELLS, DEFAULT_UBATCH, CacheConfig, KvTyp
 from rollkv.engine import BackendName, Engine, Progress
 from rollkv.engine import load as load_engine
 from rollkv.errors import UsageError
-from rollkv.gguf_file import open_gguf
 from rollkv.model_config import model_config
 from rollkv.models import default_model
 from rollkv.sampling import check_sampling
 from rollkv.stop_strings import StopStrings
+from rollkv.synth import open_model
 from rollkv.tokenizer import Tokenizer
 from rollkv.units import parse_size
 
@@ -56,7 +56,7 @@ class TextModel:
 
 def open_text_model(path: str | Path, pre_tokenizer: str | None = None) -> TextModel:
     """Reads the header. pre_tokenizer overrides how the file says that text is cut. Raises ModelFileError and UnsupportedModelError."""
-    with open_gguf(path) as file:
+    with open_model(path) as file:
         return TextModel(Path(path), model_config(file), Tokenizer.from_metadata(file.metadata, pre_tokenizer=pre_tokenizer))
 
 
@@ -285,12 +285,14 @@ def _encode(tokenizer: Tokenizer, request: TextRequest) -> list[int]:
         if request.system is not None:
             raise UsageError("--system needs a chat template; this run takes the prompt raw")
         return tokenizer.encode(request.prompt)
-    messages = [] if request.system is None else [{"role": "system", "content": request.system}]
-    messages.append({"role": "user", "content": request.prompt})
-    rendered = render_chat(template, messages, add_generation_prompt=True, **_named_tokens(tokenizer))
+    # What users write is shielded: control tokens spelt out in it stay text.
+    messages = [] if request.system is None else [{"role": "system", "content": tokenizer.shield(request.system)}]
+    messages.append({"role": "user", "content": tokenizer.shield(request.prompt)})
+    bos, eos = _spelling(tokenizer, tokenizer.bos_id), _spelling(tokenizer, tokenizer.eos_id)
+    rendered = render_chat(template, messages, add_generation_prompt=True, bos_token=bos, eos_token=eos)
     return tokenizer.encode_rendered(rendered)
 
 
-def _named_tokens(tokenizer: Tokenizer) -> dict[str, str]:
-    ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
-    return {name: "" if number is None else tokenizer.piece(number) for name, number in ids.items()}
+def _spelling(tokenizer: Tokenizer, token: int | None) -> str:
+    """How a template writes the token; nothing where the file has none."""
+    return "" if token is None else tokenizer.piece(token)

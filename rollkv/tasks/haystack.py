@@ -79,7 +79,9 @@ def check_request(model: TextModel, request: NeedleRequest) -> None:
     short = [length for length in request.lengths if length < smallest + _KEY_SPREAD]
     smallest = max([smallest, *(smallest_length(model, request, length, depth) for length in short for depth in request.depths)])
     if short and min(short) < smallest:
-        raise UsageError(f"--lengths {min(short)}: needle, question and reply alone take {smallest} cells; give lengths of {smallest} or more")
+        raise UsageError(
+            f"--lengths {min(short)}: needle, question and reply alone take {smallest} cells; give lengths of {smallest} or more"
+        )
 
 
 def make_needle(request: NeedleRequest, length: int, depth: float) -> Needle:
@@ -110,12 +112,20 @@ def build_haystack(model: TextModel, request: NeedleRequest, length: int, depth:
     reply = _reply_tokens(model, request, needle)
     filler = _Filler(request.seed)
 
+    def content(planted: str, num_words: int) -> str:
+        return _content(request, filler.around(planted, num_words, depth), needle.question)
+
     def prompt(planted: str, num_words: int) -> list[int]:
-        text = filler.around(planted, num_words, depth)
-        return _encode(model, request, text, needle.question)
+        return _encode(model, request, content(planted, num_words))
+
+    def plain(num_words: int) -> int:
+        return len(model.tokenizer.encode(content(needle.text, num_words)))
 
     target = length - reply
-    num_words = _largest(lambda n: len(prompt(needle.text, n)), target)
+    # Rendering a template is slow, so its text alone is fitted first; the count that decides is that of the whole prompt.
+    smallest = len(prompt(needle.text, 0))
+    guess = _largest(plain, target - (smallest - plain(0)), plain(0))
+    num_words = _largest(lambda n: len(prompt(needle.text, n)), target, smallest, guess)
     ids, other = prompt(needle.text, num_words), prompt(_STAND_IN, num_words)
     first = _common(ids, other)
     end = len(ids) - _common(ids[::-1], other[::-1])
@@ -125,7 +135,7 @@ def build_haystack(model: TextModel, request: NeedleRequest, length: int, depth:
 def smallest_length(model: TextModel, request: NeedleRequest, length: int, depth: float) -> int:
     """Cells that the prompt without filler and the reply take. Raises UsageError."""
     needle = make_needle(request, length, depth)
-    return len(_encode(model, request, needle.text, needle.question)) + _reply_tokens(model, request, needle)
+    return len(_encode(model, request, _content(request, needle.text, needle.question))) + _reply_tokens(model, request, needle)
 
 
 def _reply_tokens(model: TextModel, request: NeedleRequest, needle: Needle) -> int:
@@ -134,10 +144,15 @@ def _reply_tokens(model: TextModel, request: NeedleRequest, needle: Needle) -> i
     return len(model.tokenizer.encode(" " + needle.answer, add_bos=False)) + REPLY_ROOM[request.style]
 
 
-def _encode(model: TextModel, request: NeedleRequest, text: str, question: str) -> list[int]:
-    chat = request.style == "chat"
-    opening = "Read the following text. One sentence in it does not belong to the story; remember it.\n\n" if chat else ""
-    return build_prompt(model, TextRequest(prompt=f"{opening}{text}\n\n{question}", chat=chat))
+def _content(request: NeedleRequest, text: str, question: str) -> str:
+    opening = (
+        "Read the following text. One sentence in it does not belong to the story; remember it.\n\n" if request.style == "chat" else ""
+    )
+    return f"{opening}{text}\n\n{question}"
+
+
+def _encode(model: TextModel, request: NeedleRequest, content: str) -> list[int]:
+    return build_prompt(model, TextRequest(prompt=content, chat=request.style == "chat"))
 
 
 class _Filler:
@@ -164,24 +179,25 @@ class _Filler:
                 self._starts.append(len(self._words))
 
 
-def _largest(count: Callable[[int], int], target: int) -> int:
-    """n with count(n) <= target < count(n + 1), for a count that grows with n, and count(0) <= target.
+def _largest(count: Callable[[int], int], target: int, of_none: int, guess: int | None = None) -> int:
+    """n with count(n) <= target < count(n + 1), for a count that grows with n, and count(0) = of_none <= target.
 
-    Follows the slope, since a call may take a second; a dozen calls without an answer turn to halving.
+    Follows the slope from `guess`, since a call may take a second; a dozen calls without an answer turn to halving.
     """
-    low, counted, high, slope = 0, count(0), None, 1.0
+    low, counted, slope = 0, of_none, 1.0
+    high: int | None = None
     for step in itertools.count():
         if high is not None and high - low <= 1:
             break
-        guess = low + max(1, int((target - counted) / slope))
+        tried = guess if guess and step == 0 else low + max(1, int((target - counted) / slope))
         if high is not None:
-            guess = min(guess, high - 1) if step < 12 else (low + high) // 2
-        found = count(guess)
-        slope = max((found - counted) / (guess - low), 0.5)
+            tried = min(tried, high - 1) if step < 12 else (low + high) // 2
+        found = count(tried)
+        slope = max((found - counted) / (tried - low), 0.5)
         if found <= target:
-            low, counted = guess, found
+            low, counted = tried, found
         else:
-            high = guess
+            high = tried
     return low
 
 

@@ -5,12 +5,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from oracle_attention import encode, page_views
 from rollkv.backend import PageFormat, PageRun
 from rollkv.cuda.device import DeviceArray
 from rollkv.cuda.kernels import kv_append
 from rollkv.cuda.nvrtc import KernelError
-
-from oracle_attention import encode, page_views
 
 gpu = pytest.mark.gpu
 

@@ -1,0 +1,312 @@
+"""Linear products: batch-invariant ones for few rows, f16 ones for many, and what carries them (repacking, dequantising, rounding)."""
+
+import ctypes
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from oracle_linear import allowed_error, product, random_weight, values
+from rollkv.cuda.device import DeviceArray
+from rollkv.cuda.gemm import Gemm, slab_rows
+from rollkv.cuda.kernels import dequantise, linear_rows, repack, round_rows
+from rollkv.cuda.nvrtc import KernelError
+from rollkv.cuda.weights_gpu import CudaWeight
+from rollkv.errors import DeviceError
+from rollkv.quants import FORMATS, device_bytes, split_planes
+
+gpu = pytest.mark.gpu
+NUM_SMS = 132
+
+
+def described(qtype: str, shape: tuple[int, int]) -> CudaWeight:
+    """A weight at an address that is never followed."""
+    return CudaWeight("w", shape, qtype, DeviceArray(1 << 20, (device_bytes(qtype, shape),), "u8"))
+
+
+class Recorder:
+    """Stands for the launcher: keeps what would be launched."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple] = []
+
+    def launch(self, spec, grid, block, *args, shared_bytes=0) -> None:
+        self.launches.append((spec, grid, block, args, shared_bytes))
+
+
+# ---- without a GPU ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("qtype", FORMATS)
+def test_launch_shapes_fit_every_device(qtype):
+    for rows in range(1, 17):
+        for outputs, columns in ((1, FORMATS[qtype].span), (4096, 4096), (151936, 11264), (40, 65536)):
+            shape = linear_rows.launch_shape(qtype, rows, outputs, columns, NUM_SMS)
+            span = FORMATS[qtype].span
+            assert rows <= shape.rows <= 16 and shape.rows < 2 * rows
+            assert shape.shared_bytes + linear_rows.static_shared_bytes(shape.rows) <= linear_rows.SHARED_LIMIT
+            assert shape.staged_columns % span == 0
+            if shape.staged_columns < columns and shape.depth > 1:  # a round of the warps must not straddle two stagings
+                assert shape.staged_columns % (linear_rows.WARPS * span * shape.depth) == 0
+            assert 1 <= shape.blocks <= -(-outputs // 16)
+            assert linear_rows.spec(qtype, shape.rows, shape.depth) in linear_rows.instances()
+
+
+def test_the_order_of_sums_is_no_launch_constant():
+    """Which warp takes which span, and when, follows from K alone: only these constants enter a launch."""
+    assert linear_rows.Shape._fields == ("rows", "depth", "staged_columns", "shared_bytes", "blocks")
+    assert linear_rows.WARPS == 8
+
+
+def test_wrappers_check_shapes():
+    weight, launcher = described("Q4_K", (100, 512)), Recorder()
+    x, out = DeviceArray(256, (3, 512), "f32"), DeviceArray(256, (3, 100), "f32")
+    linear_rows.linear_rows(launcher, x, weight, out)
+    assert launcher.launches[0][1] == (7, 1, 1) and launcher.launches[0][2] == 256
+    for bad in (
+        (DeviceArray(256, (17, 512), "f32"), DeviceArray(256, (17, 100), "f32"), None),
+        (DeviceArray(256, (3, 256), "f32"), out, None),
+        (x, DeviceArray(256, (3, 112), "f32"), None),
+        (DeviceArray(256, (3, 512), "f16"), out, None),
+        (x, out, DeviceArray(256, (99,), "f32")),
+    ):
+        with pytest.raises(KernelError, match="linear_rows"):
+            linear_rows.linear_rows(launcher, bad[0], weight, bad[1], bad[2])
+    with pytest.raises(KernelError, match="whole tiles"):
+        repack.repack(launcher, DeviceArray(256, (1 << 20,), "u8"), weight, first_tile=0, num_rows=17)
+    with pytest.raises(KernelError, match="at least"):
+        repack.repack(launcher, DeviceArray(256, (100,), "u8"), weight, first_tile=0, num_rows=16)
+    with pytest.raises(KernelError, match="whole tiles"):
+        dequantise.dequantise(launcher, weight, DeviceArray(256, (16, 512), "f16"), first_row=8)
+    with pytest.raises(KernelError, match="round_rows"):
+        round_rows.round_rows(launcher, x, DeviceArray(256, (3, 500), "f16"), DeviceArray(256, (3,), "f32"))
+    assert len(launcher.launches) == 1
+
+
+def test_weights_want_their_bytes():
+    with pytest.raises(ValueError, match="multiple of 256"):
+        CudaWeight("w", (16, 256), "Q4_K", DeviceArray(128, (device_bytes("Q4_K", (16, 256)),), "u8"))
+    with pytest.raises(ValueError, match="bytes"):
+        CudaWeight("w", (16, 256), "Q4_K", DeviceArray(256, (100,), "u8"))
+
+
+def test_slabs_are_whole_tiles():
+    weight = described("Q8_0", (100, 64))
+    assert slab_rows(weight, 64 * 2 * 50) == 48 and slab_rows(weight, 1 << 20) == 100
+    with pytest.raises(KernelError, match="slab"):
+        slab_rows(weight, 64 * 2 * 15)
+
+
+def test_missing_library_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "nvmath.bindings", None)
+    with pytest.raises(DeviceError, match=r"rollkv\[cuda\]"):
+        Gemm(0, DeviceArray(256, (1024,), "u8"))
+
+
+class FakeCublas:
+    """The library's gemm_ex by its documentation, column-major, on host memory."""
+
+    class cuBLASError(Exception):  # noqa: N801 - the library's name
+        pass
+
+    Operation = SimpleNamespace(N=0, T=1)
+    ComputeType = SimpleNamespace(COMPUTE_32F=68)
+    GemmAlgo = SimpleNamespace(DFALT=-1)
+    Math = SimpleNamespace(DISALLOW_REDUCED_PRECISION_REDUCTION=16)
+
+    def __init__(self) -> None:
+        self.calls: list[tuple] = []
+        self.broken = False
+
+    def create(self) -> int:
+        return 7
+
+    def destroy(self, handle: int) -> None:
+        self.calls.append(("destroy", handle))
+
+    def set_stream(self, handle: int, stream: int) -> None:
+        self.calls.append(("stream", handle, stream))
+
+    def set_workspace(self, handle: int, pointer: int, size: int) -> None:
+        self.calls.append(("workspace", handle, pointer, size))
+
+    def set_math_mode(self, handle: int, mode: int) -> None:
+        self.calls.append(("math", handle, mode))
+
+    def gemm_ex(self, handle, transa, transb, m, n, k, alpha, a, atype, lda, b, btype, ldb, beta, c, ctype, ldc, compute, algo):
+        if self.broken:
+            raise self.cuBLASError("EXECUTION_FAILED (13)")
+        assert (transa, transb, atype, btype, ctype, compute) == (1, 0, 2, 2, 0, 68)
+
+        def columns(pointer, count, lead, dtype):  # element (i, j) of a column-major matrix is [j, i]
+            size = np.dtype(dtype).itemsize
+            return np.frombuffer((ctypes.c_uint8 * (count * lead * size)).from_address(pointer), dtype).reshape(count, lead)
+
+        left, right = columns(a, m, lda, np.float16)[:, :k], columns(b, n, ldb, np.float16)[:, :k]  # A^T is m x k, B is k x n
+        total = (left.astype(np.float32) @ right.T.astype(np.float32)) * ctypes.c_float.from_address(alpha).value
+        assert ctypes.c_float.from_address(beta).value == 0
+        for j in range(n):
+            (ctypes.c_float * m).from_address(c + j * ldc * 4)[:] = total[:, j].tolist()
+
+
+def test_gemm_tells_the_library_the_right_shapes(monkeypatch):
+    """Two slabs side by side in a row-major result, computed by a stand-in for the library over host memory."""
+    fake, rng = FakeCublas(), np.random.default_rng(5)
+    monkeypatch.setitem(sys.modules, "nvmath.bindings", SimpleNamespace(cublas=fake))
+    gemm = Gemm(11, DeviceArray(512, (4096,), "u8"))
+    assert fake.calls == [("stream", 7, 11), ("workspace", 7, 512, 4096), ("math", 7, 16)]
+    x, weight, out = (
+        rng.integers(-8, 8, (5, 9)).astype(np.float16),
+        rng.integers(-8, 8, (12, 9)).astype(np.float16),
+        np.full((5, 12), np.nan, np.float32),
+    )
+
+    def on_host(array: np.ndarray, dtype: str) -> DeviceArray:
+        return DeviceArray(array.ctypes.data, array.shape, dtype)  # type: ignore[arg-type]
+
+    for first, part in ((0, weight[:8]), (8, weight[8:])):
+        gemm.multiply(on_host(x, "f16"), on_host(part, "f16"), on_host(out, "f32"), first_column=first)
+    assert np.array_equal(out, x.astype(np.float32) @ weight.T.astype(np.float32))
+    with pytest.raises(KernelError, match="columns 8 to 20"):
+        gemm.multiply(on_host(x, "f16"), on_host(weight, "f16"), on_host(out, "f32"), first_column=8)
+    fake.broken = True
+    with pytest.raises(DeviceError, match="gemm_ex: EXECUTION_FAILED"):
+        gemm.multiply(on_host(x, "f16"), on_host(weight, "f16"), on_host(out, "f32"))
+    gemm.close()
+    gemm.close()
+    assert fake.calls.count(("destroy", 7)) == 1
+
+
+# ---- with one ---------------------------------------------------------------------------------------------------------------------
+
+
+def awkward_shapes(qtype: str) -> list[tuple[int, int]]:
+    """(N, K): one block and one row; rows beside a tile; spans that divide unevenly; several stagings of x; a real ffn_down."""
+    fmt = FORMATS[qtype]
+    odd = 17 if fmt.elements == 1 else fmt.elements if fmt.elements < fmt.span else 0
+    return [(1, fmt.elements * (32 if fmt.elements == 1 else 1)), (37, 3 * fmt.span + odd), (50, 2304), (203, 11008), (1040, 4096)]
+
+
+@gpu
+@pytest.mark.parametrize("qtype", FORMATS)
+def test_repack_and_dequantise_bit_for_bit(cuda, qtype):
+    rng = np.random.default_rng(20)
+    for shape in awkward_shapes(qtype)[:3]:
+        tensor = random_weight(qtype, shape, rng)
+        weight = cuda.load_weight(tensor)
+        memory = cuda.read(weight.memory)
+        for plane, wanted in zip(weight.form.planes, split_planes(qtype, tensor.raw, shape), strict=True):
+            assert np.array_equal(memory[plane.offset : plane.offset + plane.nbytes], wanted), plane
+        first = 16 if shape[0] > 16 else 0
+        out = cuda.empty("out", (shape[0] - first, shape[1]), "f16")
+        dequantise.dequantise(cuda.launcher, weight, out, first_row=first)
+        wanted16 = np.clip(values(tensor)[first:], -65504, 65504).astype(np.float16)
+        assert np.array_equal(cuda.read(out).view(np.uint16), wanted16.view(np.uint16))
+
+
+@gpu
+@pytest.mark.parametrize("qtype", ("F32", "BF16"))
+def test_dequantise_saturates(cuda, qtype):
+    numbers = np.zeros((1, 32), np.float32)
+    numbers[0, :8] = (65504, 65519, 65536, 1e30, -1e30, -65536, np.inf, 1e-30)
+    raw = numbers.view(np.uint8) if qtype == "F32" else (numbers.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+    tensor = random_weight(qtype, (1, 32), np.random.default_rng(0))
+    weight = cuda.load_weight(type(tensor)("w", qtype, (1, 32), np.ascontiguousarray(raw).reshape(-1)))
+    out = cuda.empty("out", (1, 32), "f16")
+    dequantise.dequantise(cuda.launcher, weight, out, first_row=0)
+    found = cuda.read(out)[0, :8]
+    assert np.abs(found[:6]).max() == 65504 and (np.abs(found[2:6]) == 65504).all() and found[6] == np.inf and found[7] == 0
+
+
+@gpu
+@pytest.mark.parametrize("qtype", FORMATS)
+def test_few_rows(cuda, qtype):
+    """Against float64, and by equality across the number of rows: rows beside a row, and the instance, must not show."""
+    rng = np.random.default_rng(21)
+    for num_outputs, columns in awkward_shapes(qtype):
+        if columns % FORMATS[qtype].elements:
+            continue
+        tensor = random_weight(qtype, (num_outputs, columns), rng)
+        weight, table = cuda.load_weight(tensor), values(tensor)
+        x = (rng.standard_normal((16, columns)) + 0.3).astype(np.float32)
+        bias = rng.standard_normal(num_outputs).astype(np.float32)
+        limit, exact = allowed_error(x, table, bias), product(x, table, bias)
+        device_bias, full = cuda.upload("bias", bias), None
+        for rows in (16, 8, 5, 3, 2, 1):
+            out = cuda.upload("out", np.full((rows, num_outputs), np.nan, np.float32))
+            cuda.linear(cuda.upload("x", x[:rows]), weight, out, device_bias)
+            found = cuda.read(out)
+            full = found if full is None else full
+            assert np.abs(found - exact[:rows]).max() <= limit, (num_outputs, columns, rows)
+            assert np.array_equal(found.view(np.uint32), full[:rows].view(np.uint32)), (num_outputs, columns, rows)
+        single = cuda.upload("out", np.full((1, num_outputs), np.nan, np.float32))
+        linear_rows.linear_rows(
+            cuda.launcher, cuda.upload("x", x[9:10]), weight, single, device_bias, num_sms=1
+        )  # another place, another grid
+        assert np.array_equal(cuda.read(single).view(np.uint32), full[9:10].view(np.uint32))
+
+
+@gpu
+def test_few_rows_span_the_range_of_floats(cuda):
+    """Activations of 1e-20 and 1e30 side by side in rows of their own; neither overflows nor vanishes, as it would in 16 bits."""
+    rng = np.random.default_rng(22)
+    tensor = random_weight("Q8_0", (64, 1024), rng)
+    weight, table = cuda.load_weight(tensor), values(tensor)
+    x = (rng.standard_normal((3, 1024)) * np.array([[1e-20], [1], [1e30]])).astype(np.float32)
+    out = cuda.upload("out", np.full((3, 64), np.nan, np.float32))
+    cuda.linear(cuda.upload("x", x), weight, out)
+    exact = product(x, table, np.zeros(64))
+    for row, found in enumerate(cuda.read(out)):
+        assert np.abs(found - exact[row]).max() <= allowed_error(x[row : row + 1], table, np.zeros(64, np.float32))
+
+
+@gpu
+def test_few_rows_pass_on_what_is_not_finite(cuda):
+    tensor = random_weight("Q4_K", (32, 512), np.random.default_rng(23))
+    weight, x = cuda.load_weight(tensor), np.ones((2, 512), np.float32)
+    x[1, 300] = np.inf
+    out = cuda.upload("out", np.zeros((2, 32), np.float32))
+    cuda.linear(cuda.upload("x", x), weight, out)
+    found = cuda.read(out)
+    assert np.isfinite(found[0]).all() and not np.isfinite(found[1]).any()
+
+
+@gpu
+def test_rounding_of_rows(cuda):
+    rng = np.random.default_rng(24)
+    for columns in (37, 4096):
+        x = rng.standard_normal((6, columns)).astype(np.float32) * np.array([[1], [1e5], [1e37], [0], [3e4], [1e-6]], np.float32)
+        x[0] = np.clip(x[0], -3, 3)
+        x[3, 5], x[4, :] = 65536, np.clip(x[4], -32768, 32768)
+        x16, scale = cuda.empty("x16", x.shape, "f16"), cuda.empty("scale", (6,), "f32")
+        round_rows.round_rows(cuda.launcher, cuda.upload("x", x), x16, scale)
+        scales = cuda.read(scale)
+        assert scales[0] == scales[4] == scales[5] == 1 and scales[3] == 2 and (np.frexp(scales)[0] == 0.5).all()
+        most = np.abs(x).max(axis=1) / scales
+        assert (most <= 32768).all() and (most[1:4] > 16383).all()
+        assert np.array_equal(cuda.read(x16).view(np.uint16), (x / scales[:, None]).astype(np.float16).view(np.uint16))
+
+
+@gpu
+@pytest.mark.parametrize("qtype", FORMATS)
+def test_many_rows(cuda, qtype):
+    """Within the rounding of both factors to f16: the same product of rounded factors, in float64, differs by float32 sums alone."""
+    rng = np.random.default_rng(25)
+    for rows, num_outputs, columns in ((17, 37, 3 * FORMATS[qtype].span), (200, 2500, 4096)):
+        tensor = random_weight(qtype, (num_outputs, columns), rng)
+        weight, table = cuda.load_weight(tensor), values(tensor)
+        x = rng.standard_normal((rows, columns)).astype(np.float32)
+        x[1] *= 1e6  # a row that f16 cannot hold
+        bias = rng.standard_normal(num_outputs).astype(np.float32)
+        out = cuda.upload("out", np.full((rows, num_outputs), np.nan, np.float32))
+        cuda.linear(cuda.upload("x", x), weight, out, cuda.upload("bias", bias))
+        found, exact = cuda.read(out), product(x, table, bias)
+        magnitude = np.abs(x).astype(np.float64) @ np.abs(table).astype(np.float64).T + np.abs(bias)
+        assert (np.abs(found - exact) <= magnitude * 2.0**-10).all()
+        scale = np.maximum(1, 2.0 ** np.ceil(np.log2(np.abs(x).max(axis=1) / 32768)))[:, None]
+        rounded = product((x / scale).astype(np.float16), table.astype(np.float16), np.zeros(num_outputs)) * scale + bias
+        assert (np.abs(found - rounded) <= magnitude * 2.0**-16).all()
+        again = cuda.upload("out", np.full((rows, num_outputs), np.nan, np.float32))
+        cuda.linear(cuda.upload("x", x), weight, again, cuda.upload("bias", bias))
+        assert np.array_equal(cuda.read(again).view(np.uint32), found.view(np.uint32))

@@ -57,9 +57,10 @@ types: $(VENV)/.dev
 kernels: $(VENV)/.dev ## Compile every kernel for every architecture; registers, shared memory, spills
 	@$(RUN) -m rollkv.cuda.report_kernels
 
+# Probing a kernel's parameters ends with an error on purpose; cuBLAS's own kernels are not ours to judge.
 sanitize: $(VENV)/.dev ## Kernel tests under compute-sanitizer (needs a GPU and the CUDA toolkit)
 	compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 1 $(RUN) -m pytest -m gpu tests/kernels $(PYTEST_ARGS)
-	compute-sanitizer --tool racecheck --error-exitcode 1 $(RUN) -m pytest -m gpu tests/kernels $(PYTEST_ARGS)
+	compute-sanitizer --tool racecheck --kernel-name-exclude kns=nvjet --error-exitcode 1 $(RUN) -m pytest -m gpu tests/kernels $(PYTEST_ARGS)
 
 clean: ## Remove what building and testing left behind; .venv and the models stay
 	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

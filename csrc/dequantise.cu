@@ -1,8 +1,8 @@
 // Weights of any type, from their device form, as f16 [rows][columns] for products with many rows.
 //
 // Values are the oracle's float32, rounded to the nearest f16; finite ones beyond +-65504 become +-65504. What that costs: relative errors
-// of at most 2^-11 in weights of 6.1e-5 to 65504 (none for F16 and BF16 there), absolute ones of at most 3e-8 in smaller weights. A quantised weight's own step
-// is at least 2^-8 of the largest weight of its block.
+// of at most 2^-11 in weights of 6.1e-5 to 65504 (none for F16 and BF16 there), absolute ones of at most 3e-8 in smaller weights.
+// A quantised weight's own step is at least 2^-8 of the largest weight of its block.
 // Operands  planes of TYPE; out f16 [num_rows][columns], rows first_tile * 16 onwards.
 // Mapping   a warp takes one span of one tile; a lane stores 4 neighbouring columns (8 bytes) of each of its two rows at a time, the four
 //           lanes of a quad fill 32-byte sectors.

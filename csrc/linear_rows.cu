@@ -11,8 +11,8 @@
 // Mapping   a block of 8 warps takes tiles of 16 weight rows, one after another; warp w takes the spans w, w + 8, ... of the tile in ascending order
 //           and keeps kDepth spans of weights in flight, across staging and across tiles. x is staged in shared memory, k_tile columns at a time
 //           (once, where all of K fits). Warp sums are added in the order of the warps, then the three parts from the smallest.
-// Bits      a result depends on its weight row and its row of x alone: the order of operations is fixed by K and TYPE; T, kDepth, k_tile, the grid and
-//           the column of the B operand do not enter. All rounding operations are written as intrinsics, so nothing is contracted differently
+// Bits      a result depends on its weight row and its row of x alone: the order of operations is fixed by K and TYPE; T, kDepth, k_tile, the
+//           grid and the column of the B operand do not enter. All rounding operations are written as intrinsics, so nothing is contracted differently
 //           in different instances.
 // Bound     memory: the weight's bytes. Issue slots are the second limit: about 2 a weight for 4-bit types, at full rate 60 of 128 a clock on sm_90.
 // Rejected  float32 multiply-adds on the plain cores: 3.3 slots a weight at one row, and a row more costs a slot more; x split inside every

@@ -58,7 +58,9 @@ __device__ __forceinline__ u32 signed_bytes(u32 pair) {
 }
 
 // 0 .. 2^23 - 1 as float, through the mantissa of 2^23: cheaper than a conversion.
-__device__ __forceinline__ float small_int(u32 value, float minus = 0.0f) { return __fsub_rn(__uint_as_float(value | 0x4b000000u), 8388608.0f + minus); }
+__device__ __forceinline__ float small_int(u32 value, float minus = 0.0f) {
+  return __fsub_rn(__uint_as_float(value | 0x4b000000u), 8388608.0f + minus);
+}
 __device__ __forceinline__ float byte_value(u32 word, int index, float minus = 0.0f) {
   return __fsub_rn(__uint_as_float(__byte_perm(word, 0x4b000000u, 0x7440 | index)), 8388608.0f + minus);
 }

@@ -20,7 +20,8 @@ __device__ __forceinline__ int take(i64& index, int n) {
 extern "C" __global__ void __launch_bounds__(kThreads) repack_codes(
     const u8* __restrict__ raw,  // [rows][row_blocks][block_bytes]
     u32* __restrict__ plane,     // [tile][span][chunk][lane][words of a chunk]
-    i64 first_tile, i64 num_tiles, i64 rows, int row_blocks, int spans, int block_elements, int block_bytes, int steps, int offset, int bits, int run) {
+    i64 first_tile, i64 num_tiles, i64 rows, int row_blocks, int spans, int block_elements, int block_bytes, int steps,
+    int offset, int bits, int run) {
   const int words = bits * steps, chunk = words < 4 ? words : 4, per_word = 16 / bits;
   const i64 count = num_tiles * spans * 32 * words;
   for (i64 i = i64(blockIdx.x) * kThreads + threadIdx.x; i < count; i += i64(gridDim.x) * kThreads) {
@@ -67,6 +68,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) repack_bytes(
     const int byte = take(rest, length), block_of_span = take(rest, span_blocks), h = take(rest, 2), g = take(rest, 8), span = take(rest, spans);
     const i64 row = rest * 16 + h * 8 + g;
     const int block = span * span_blocks + block_of_span;
-    plane[first_tile * tile_bytes + i] = row < rows && block < row_blocks ? raw[(row * row_blocks + block) * i64(block_bytes) + offset + byte] : u8(0);
+    const bool known = row < rows && block < row_blocks;
+    plane[first_tile * tile_bytes + i] = known ? raw[(row * row_blocks + block) * i64(block_bytes) + offset + byte] : u8(0);
   }
 }

@@ -56,5 +56,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) scale_bias(
   if (scale == 1.0f && bias == nullptr) return;
   float* row = out + i64(blockIdx.x) * num_columns;
   const int end = min(num_columns, int(blockIdx.y + 1) * 1024);
-  for (int i = blockIdx.y * 1024 + threadIdx.x; i < end; i += kThreads) row[i] = __fadd_rn(__fmul_rn(row[i], scale), bias == nullptr ? 0.0f : bias[i]);
+  for (int i = blockIdx.y * 1024 + threadIdx.x; i < end; i += kThreads) {
+    const float scaled = __fmul_rn(row[i], scale);
+    row[i] = bias == nullptr ? scaled : __fadd_rn(scaled, bias[i]);
+  }
 }

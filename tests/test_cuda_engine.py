@@ -65,12 +65,13 @@ def test_lengths_around_pages_and_windows(length: int) -> None:
 
 
 def test_closing_gives_everything_back() -> None:
+    """A context opened afterwards is as large as one opened before, by this process's own account."""
     from rollkv.cuda.backend import CudaBackend
 
     with CudaBackend(0) as before:
-        free = before.free_bytes()
+        used = before.memory_used_bytes()
     for _ in range(3):
         with cuda_engine("llama", engines.cache(160, page_cells=PAGE, window=PAGE, kv="f16")) as engine:
             engine.prefill(list(range(100)))
     with CudaBackend(0) as after:
-        assert after.free_bytes() >= free - (4 << 20)
+        assert after.memory_used_bytes() <= used + (8 << 20)

@@ -19,8 +19,6 @@ from rollkv.cuda.driver import DriverCalls
 from rollkv.cuda.nvrtc import CubinCache, KernelError, KernelSpec
 from rollkv.errors import DeviceError
 
-_FREE_SHARED_BYTES = 48 << 10  # more dynamic shared memory than this a kernel has to ask for
-
 
 @dataclass(frozen=True, slots=True)
 class DeviceArray:
@@ -91,7 +89,7 @@ class _Kernel:
         self.expression = spec.expression
         self.function = function
         self.param_sizes = param_sizes  # None: this driver does not tell
-        self.shared_limit = _FREE_SHARED_BYTES
+        self.shared_limit = 0  # asked for at the first launch: 48 KiB are free only together with what the kernel declares itself
         self.types: tuple[type, ...] | None = None
         self.slots = ctypes.create_string_buffer(0)
         self.params: Any = None  # array of the arguments' addresses, as cuLaunchKernel wants them

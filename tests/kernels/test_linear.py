@@ -62,7 +62,7 @@ def test_the_order_of_sums_is_no_launch_constant():
 def test_wrappers_check_shapes():
     weight, launcher = described("Q4_K", (100, 512)), Recorder()
     x, out = DeviceArray(256, (3, 512), "f32"), DeviceArray(256, (3, 100), "f32")
-    linear_rows.linear_rows(launcher, x, weight, out)
+    linear_rows.linear_rows(launcher, x, weight, out, num_sms=NUM_SMS)
     assert launcher.launches[0][1] == (7, 1, 1) and launcher.launches[0][2] == 256
     for bad in (
         (DeviceArray(256, (17, 512), "f32"), DeviceArray(256, (17, 100), "f32"), None),
@@ -72,7 +72,7 @@ def test_wrappers_check_shapes():
         (x, out, DeviceArray(256, (99,), "f32")),
     ):
         with pytest.raises(KernelError, match="linear_rows"):
-            linear_rows.linear_rows(launcher, bad[0], weight, bad[1], bad[2])
+            linear_rows.linear_rows(launcher, bad[0], weight, bad[1], bad[2], num_sms=NUM_SMS)
     with pytest.raises(KernelError, match="whole tiles"):
         repack.repack(launcher, DeviceArray(256, (1 << 20,), "u8"), weight, first_tile=0, num_rows=17)
     with pytest.raises(KernelError, match="at least"):

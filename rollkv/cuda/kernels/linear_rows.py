@@ -15,7 +15,6 @@ WARPS = 8
 _ROWS = (1, 2, 4, 8, 16)
 _PAD_COLUMNS = 32
 _BLOCKS_PER_SM = 2
-DEFAULT_SMS = 132
 SHARED_LIMIT = 99 << 10  # what a block can have on every device from compute capability 8.0 on
 
 # Columns of x staged at a time, by rows and span: what SHARED_LIMIT holds in six bytes a column and row, in whole rounds of the warps where
@@ -88,7 +87,7 @@ def linear_rows_bytes(weight: CudaWeight, num_rows: int) -> int:
 
 
 def linear_rows(
-    launcher: Launcher, x: DeviceArray, weight: CudaWeight, out: DeviceArray, bias: DeviceArray | None = None, *, num_sms: int = DEFAULT_SMS
+    launcher: Launcher, x: DeviceArray, weight: CudaWeight, out: DeviceArray, bias: DeviceArray | None = None, *, num_sms: int
 ) -> None:
     """out = x weight^T + bias with float32 precision; a row's bits depend on that row and the weight alone.
 

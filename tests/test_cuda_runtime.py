@@ -371,11 +371,12 @@ def test_wrong_arguments_are_refused(launching: Callable[..., tuple[FakeDriver, 
         launcher.launch(ADD, (1, 1, 1), 32, Pointer(1), Pointer(2), 3)
 
 
-def test_large_shared_memory_is_asked_for_once(launching: Callable[..., tuple[FakeDriver, Launcher]]) -> None:
+def test_shared_memory_is_asked_for_once(launching: Callable[..., tuple[FakeDriver, Launcher]]) -> None:
+    """Also below 48 KiB: a kernel with 8 KiB of its own could not be launched with 42 KiB more that nobody had asked for."""
     driver, launcher = launching()
-    for shared in (48 << 10, 100_000, 60_000, 100_000, 120_000):
+    for shared in (0, 43_008, 100_000, 60_000, 100_000, 120_000):
         launcher.launch(ADD, (1, 1, 1), 32, shared_bytes=shared)
-    assert [args[-1] for name, args in driver.calls if name == "cuFuncSetAttribute"] == [100_000, 120_000]
+    assert [args[-1] for name, args in driver.calls if name == "cuFuncSetAttribute"] == [43_008, 100_000, 120_000]
     driver.fail["cuFuncSetAttribute"] = 1
     with pytest.raises(DeviceError, match="add<4, 256> with 500000 bytes"):
         launcher.launch(ADD, (1, 1, 1), 32, shared_bytes=500_000)

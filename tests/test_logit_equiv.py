@@ -356,27 +356,27 @@ def test_a_saved_reference_serves_again(capsys, tmp_path, scratch):
     assert (row["rows"], row["positions"], row["full_agreement"]) == (3, 300, 1)
 
 
-def test_a_caps_window_is_compared(capsys, scratch):
-    """Without a GPU the plan still holds: a cap just below everything resident makes pages spill."""
-    assert (
-        boundary.main(["plan", "-m", str(FIXTURES / "llama.gguf"), "-c", "700", "--residency", "full", "--ubatch", "64", "-o", "json"]) == 0
-    )
-    total = json.loads(capsys.readouterr().out)["budget"]["total_bytes"]
-    cap = f"{total - 1}B"
-    assert command(
-        "-m", FIXTURES / "llama.gguf", "--tokens", 700, "--ubatch", 64, "--backend", "host", "--vram-target", cap, "-o", "jsonl"
-    ) in (0, 5)
+def test_caps_reach_the_plan(capsys, scratch):
+    model = ("-m", FIXTURES / "llama.gguf", "--tokens", 100, "-o", "json")
+    assert command(*model, "--vram-target", "4GiB,5GiB") == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [(row["candidate"], row["vram_target_bytes"], row["residency"]) for row in rows] == [
+        ("cap 4.00 GiB", 4 << 30, "auto"),
+        ("cap 5.00 GiB", 5 << 30, "auto"),
+    ]
+    assert all(row["limit_bit_equal"] and row["bit_equal_rows"] == 100 for row in rows)
+    assert command(*model, "--vram-target", "100MiB") == 5
+    assert "--vram-target 100.0 MiB is too small" in capsys.readouterr().err
+    assert list(scratch.iterdir()) == []
 
 
-def test_text_says_where_the_first_difference_is(capsys, scratch):
-    types = ("--backend", "host", "--cache-type-k", "f32,bf16", "--cache-type-v", "f32", "--tokens", 200, "--noise", "0", "--min-top1", 1)
-    code = command("-m", FIXTURES / "gemma3.gguf", *types)
+def test_text_says_what_failed_and_where_the_first_difference_is(capsys, scratch):
+    types = ("--backend", "host", "--cache-type-k", "f32,bf16", "--cache-type-v", "f32")
+    assert command("-m", FIXTURES / "llama.gguf", *types, "--tokens", 300, "--max-kld", "1e-6") == 1
     out = capsys.readouterr()
-    assert "KV bf16/f32" in out.out and "limits of KV bf16/f32: same top token >= 1" in out.out
-    if code == 1:
-        assert "first other top token at position" in out.out and "verdict: not equivalent" in out.out and "not equivalent" in out.err
-    else:
-        assert code == 0 and "verdict: equivalent" in out.out
+    assert "KV bf16/f32" in out.out and "limits of KV bf16/f32: mean KLD <= 1e-06" in out.out and "FAILED" in out.out
+    assert "KV bf16/f32: first other top token at position" in out.out and "the noise of 0.05" in out.out
+    assert "verdict: not equivalent: KV bf16/f32: mean KLD" in out.out and "error: not equivalent" in out.err
 
 
 @pytest.mark.parametrize(

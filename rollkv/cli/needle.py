@@ -56,6 +56,7 @@ def needle(
     ] = "auto",
     device: Annotated[int, typer.Option(metavar="INDEX", help="Which GPU.")] = 0,
     output: Annotated[str, typer.Option("-o", "--output", metavar="text|json|jsonl", help="Form of the result on stdout.")] = "text",
+    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Show the budget on stderr.")] = False,
 ) -> None:
     """Plant a random number in prose of several lengths, at several depths, and ask for it. Lengths are counted by the model's tokenizer on
     the whole prompt. Exit code 1 when a needle is missed. One load of the model, for the longest length, serves the grid."""
@@ -93,7 +94,10 @@ def needle(
 
     def open_engine() -> Engine:
         with report.PhaseProgress("loading", format_size) as loading:
-            return load(opened.path, cache, vram_target=cap, backend=backend, device=device, warn=report.warn, on_load=loading)  # type: ignore[arg-type]
+            engine = load(opened.path, cache, vram_target=cap, backend=backend, device=device, warn=report.warn, on_load=loading)  # type: ignore[arg-type]
+        if verbose:
+            report.note(f"{engine.backend_name} backend\n{report.budget_table(engine.budget)}")
+        return engine
 
     rows, interrupted = _run(opened, request, _identity(opened, request, cache, cap, backend), out, open_engine)
     if plot is not None:
@@ -109,7 +113,8 @@ def _run(
     from rollkv.tasks import needle as task
     from rollkv.tasks import record
 
-    finished, broken = task.read_finished(out, identity) if out is not None else ({}, 0)
+    same = {key: value for key, value in identity.items() if key != "model"}  # where the file lies does not matter
+    finished, broken = task.read_finished(out, same) if out is not None else ({}, 0)
     if broken:
         report.warn(f"{out}: {broken} lines are not rows of this program and are left alone")
     cells = task.grid(request)

@@ -1,0 +1,133 @@
+"""Times every operation of one decode step at a model's shapes, alone, in a recorded graph, with inputs beyond the L2 cache.
+
+usage: python examples/bench_kernels.py [synth:qwen3-8b:Q8_0] [cells]
+Prints the ceiling of this card first (x += y over 1 GiB each: bytes read and written), then per operation: time, bytes that must move,
+rate and ratio to the ceiling; last the sum over a step. Needs a GPU.
+"""
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from statistics import median
+from typing import Any
+
+import numpy as np
+from tabulate import tabulate
+
+from rollkv.backend import PageRun, Stream
+from rollkv.config import CacheConfig, ModelConfig
+from rollkv.cuda.backend import CudaBackend
+from rollkv.gguf_file import GgufFile
+from rollkv.model_config import model_config
+from rollkv.synth import open_model
+
+CALLS = 20  # in one graph
+L2_BYTES = 200 << 20  # inputs rotate over at least this much
+HEADINGS = ["operation", "a step", "us", "MiB", "GB/s", "% of HBM", "ms a step"]
+
+Call = Callable[[], None]
+
+
+class Bench:
+    """Rows of one table, measured on one backend."""
+
+    def __init__(self, backend: CudaBackend, config: ModelConfig, cells: int) -> None:
+        self.backend = backend
+        self.config = config
+        self.cells = cells
+        self.rows: list[list[Any]] = []
+        x, y = (backend.empty("ceiling", (4096, 65536), "f32") for _ in range(2))
+        for array in (x, y):
+            backend.write(array, np.random.default_rng(0).standard_normal(array.shape, np.float32))
+        self.ceiling = 3 * x.nbytes / self.time_us([partial(backend.add, x, y)]) / 1e3  # GB/s
+
+    def time_us(self, calls: list[Call]) -> float:
+        """Microseconds a call: the median of nine replays of a graph of CALLS calls, which take turns."""
+
+        def work() -> None:
+            for index in range(CALLS):
+                calls[index % len(calls)]()
+
+        work()
+        self.backend.synchronize()
+        graph, times = self.backend.capture(work), []
+        for _ in range(10):
+            begin = self.backend.record_timed(Stream.COMPUTE)
+            self.backend.replay(graph)
+            times.append(self.backend.elapsed_ms(begin, self.backend.record_timed(Stream.COMPUTE)))
+        self.backend.release(graph)
+        return median(times[1:]) / CALLS * 1e3
+
+    def add(self, name: str, times: int, num_bytes: int, calls: list[Call]) -> None:
+        """One operation that a step issues `times` times."""
+        us = self.time_us(calls)
+        rate = num_bytes / us / 1e3
+        self.rows.append([name, times, us, num_bytes / 2**20, rate, 100 * rate / self.ceiling, times * us / 1e3])
+
+    def random(self, *shape: int) -> Any:
+        return self.backend.upload("random", np.random.default_rng(0).standard_normal(shape).astype(np.float32))
+
+    def products(self, file: GgufFile) -> None:
+        layers = self.config.num_layers
+        output = "output.weight" if "output.weight" in file.tensors else "token_embd.weight"
+        for name, times in (
+            ("blk.0.attn_q.weight", layers),
+            ("blk.0.attn_k.weight", 2 * layers),
+            ("blk.0.attn_output.weight", layers),
+            ("blk.0.ffn_gate.weight", 2 * layers),
+            ("blk.0.ffn_down.weight", layers),
+            (output, 1),
+        ):
+            tensor = file.tensors[name]
+            weights = [self.backend.load_weight(tensor) for _ in range(L2_BYTES // tensor.nbytes + 1)]
+            x, out = self.random(1, tensor.shape[1]), self.random(1, tensor.shape[0])
+            self.add(f"linear {name} {tensor.shape}", times, tensor.nbytes, [partial(self.backend.linear, x, w, out) for w in weights])
+
+    def attention(self, cache: CacheConfig) -> None:
+        backend, layer = self.backend, self.config.layers[0]
+        page = cache.page_format(layer)
+        pages = -(-self.cells // page.page_cells)
+        pools = [backend.empty("window", (pages, page.page_bytes), "u8") for _ in range(L2_BYTES // (pages * page.page_bytes) + 1)]
+        for pool in pools:
+            backend.write(pool, np.random.default_rng(0).standard_normal(pool.nbytes // 2).astype(np.float16).view(np.uint8))
+        runs = [PageRun(pool, pages, 0, 0, pages) for pool in pools]
+        q, out = self.random(1, layer.num_heads * layer.key_dim), self.random(1, layer.num_heads * layer.value_dim)
+        k = self.random(1, layer.num_kv_heads * layer.key_dim)
+        position = backend.upload("position", np.array([self.cells - 1], np.int32))
+        parts, lse = self.random(pages, layer.num_heads, layer.value_dim), self.random(pages, layer.num_heads)
+        scale, kv_bytes = self.config.attention_scale, self.cells * page.page_bytes // page.page_cells
+        layers = self.config.num_layers
+        attend = [partial(backend.attend_rows, q, position, run, 0, layer, page, scale, parts, lse) for run in runs]
+        self.add("attend_rows", layers, kv_bytes, attend)
+        self.add("merge_rows", layers, parts.nbytes, [partial(backend.merge_rows, parts, lse, pages, layer, out)])
+        last = (PageRun(pools[0], pages, pages - 1, pages - 1, 1),)
+        self.add("append", layers, 3 * k.nbytes, [partial(backend.append, k, k, position, last, page, self.cells - 1)])
+        table = backend.empty("table", (1, layer.rope.dim // 2, 2), "f32")
+        backend.rope_table(layer.rope, position, table)
+        self.add("rope", 2 * layers, 2 * q.nbytes, [partial(backend.rope, q, layer.num_heads, table, layer.rope)])
+
+    def small(self) -> None:
+        backend, layers = self.backend, self.config.num_layers
+        norm, hidden = self.random(self.config.hidden_size), self.random(1, self.config.hidden_size)
+        gate = self.random(1, self.config.ffn_size)
+        self.add("rms_norm", 2 * layers, 3 * hidden.nbytes, [partial(backend.rms_norm, hidden, norm, 1e-6, hidden)])
+        self.add("glu", layers, 3 * gate.nbytes, [partial(backend.glu, gate, gate, self.config.activation, gate)])
+        self.add("add", 2 * layers, 3 * hidden.nbytes, [partial(backend.add, hidden, hidden)])
+
+
+def main(spec: str, cells: int) -> None:
+    with open_model(spec) as file, CudaBackend(0) as backend:
+        config = model_config(file)
+        backend.reserve_linear(512, max(config.hidden_size, config.ffn_size), 64 << 20)
+        bench = Bench(backend, config, cells)
+        print(f"{backend.facts.name}: {bench.ceiling:.0f} GB/s for x += y over 1 GiB each; {spec}, {cells} cells")
+        bench.products(file)
+        bench.attention(CacheConfig(cells))
+        bench.small()
+        print(tabulate(bench.rows, HEADINGS, floatfmt=".1f"))
+        total, moved = sum(row[-1] for row in bench.rows), sum(row[1] * row[3] for row in bench.rows) * 2**20
+        print(f"sum {total:.2f} ms = {1e3 / total:.0f} tok/s; the bytes alone take {moved / bench.ceiling / 1e6:.2f} ms")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1] if len(sys.argv) > 1 else "synth:qwen3-8b:Q8_0", int(sys.argv[2]) if len(sys.argv) > 2 else 13312)

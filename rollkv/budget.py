@@ -136,22 +136,35 @@ class _Planner:
         resident = self._budget(total, total)
         if self.cap_bytes is None or resident.total_bytes <= self.cap_bytes:
             return resident
-        return self._checked(self._budget(self._largest_window(total), total))
+        slot_pages = self._slot_pages(total)
+        return self._checked(self._budget(self._largest_window(total, slot_pages), total, slot_pages))
 
-    def _largest_window(self, total: int) -> int:
+    def _slot_pages(self, total: int) -> int:
+        """Pages of a slot of the staging ring: halved until one page of window fits beside it. Small pieces cost link rate, not bits."""
+        assert self.cap_bytes is not None
+        slot_pages = max(1, min(RING_PIECE_BYTES // self._largest_page(), total))
+        while slot_pages > 1 and self._budget(1, total, slot_pages).total_bytes > self.cap_bytes:
+            slot_pages //= 2
+        return slot_pages
+
+    def _largest_page(self) -> int:
+        return max(self.cache.page_format(layer).page_bytes for layer in self.config.layers if layer.sliding_window is None)
+
+    def _largest_window(self, total: int, slot_pages: int) -> int:
         """The most pages that fit under the cap beside a staging ring; 1 if none does."""
         assert self.cap_bytes is not None
-        smallest = self._budget(1, total)
+        smallest = self._budget(1, total, slot_pages)
         sizes = dict(smallest.device)
         fixed = smallest.total_bytes - sum(sizes.get(name, 0) for name in ("resident window", "fresh pages", "staging ring"))
         page_bytes = sum(self.cache.page_format(layer).page_bytes for layer in self.config.layers if layer.sliding_window is None)
         # Ring and fresh pages shrink as the window grows, so begin at the bound without them and walk down: a few dozen steps at most.
         window = max(1, min(total - 1, (self.cap_bytes - fixed) // page_bytes))
-        while window > 1 and self._budget(window, total).total_bytes > self.cap_bytes:
+        while window > 1 and self._budget(window, total, slot_pages).total_bytes > self.cap_bytes:
             window -= 1
         return window
 
-    def _budget(self, window: int, total: int) -> Budget:
+    def _budget(self, window: int, total: int, slot_pages: int | None = None) -> Budget:
+        """The budget of a given window; slot_pages None: pieces of 16 MiB."""
         cache, layers = self.cache, self.config.layers
         rows = min(cache.ubatch, cache.ctx_size)
         full = [cache.page_format(layer).page_bytes for layer in layers if layer.sliding_window is None]
@@ -163,9 +176,7 @@ class _Planner:
         tail = total - window
         ring, fresh = None, 0
         if tail > 0:
-            largest = max(full)
-            slot_pages = max(1, min(RING_PIECE_BYTES // largest, tail))
-            ring = RingShape(RING_SLOTS, slot_pages)
+            ring = RingShape(RING_SLOTS, max(1, min(slot_pages or RING_PIECE_BYTES // max(full), tail)))
             fresh = fresh_pages(rows, cache.page_cells, window)
         lines = [
             ("context", self.overhead.context_bytes),

@@ -8,6 +8,7 @@ from rollkv.budget import RING_SLOTS, Budget, DeviceOverhead, check_host_tail, p
 from rollkv.config import CacheConfig, LayerConfig, ModelConfig, RopeConfig
 from rollkv.errors import OutOfMemoryError, UsageError
 from rollkv.host_memory import HostMemory
+from rollkv.stream_plan import RingShape
 from rollkv.units import GIB, MIB
 
 PAGE_BYTES = 8 * 256 * 128 * 2 * 2  # K and V of 8 heads of 128 in f16: 1 MiB
@@ -54,11 +55,16 @@ def test_window_grows_with_the_cap_and_uses_it() -> None:
 
 
 def test_below_one_page_is_refused_with_every_term() -> None:
-    smallest = budget(None, residency="window", window_cells=1)
-    assert smallest.window_pages == 1
-    assert budget(smallest.total_bytes).window_pages == 1
+    """Before it comes to that the staging ring shrinks, down to slots of one page."""
+    roomy = budget(None, residency="window", window_cells=1)
+    assert roomy.window_pages == 1 and roomy.ring == RingShape(RING_SLOTS, 16)
+    assert budget(roomy.total_bytes).ring == roomy.ring
+    tight = budget(roomy.total_bytes - 1)
+    assert tight.window_pages == 1 and tight.ring == RingShape(RING_SLOTS, 8)
+    smallest = roomy.total_bytes - RING_SLOTS * 15 * PAGE_BYTES
+    assert budget(smallest).ring == RingShape(RING_SLOTS, 1)
     with pytest.raises(OutOfMemoryError, match=r"context 500\.0 MiB.*weights 8\.00 GiB.*resident window.*--ctx-size"):
-        budget(smallest.total_bytes - 1)
+        budget(smallest - 1)
 
 
 def test_full_is_full_or_refused() -> None:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from rollkv.config import Dtype, LayerConfig, PageFormat, RopeConfig
-from rollkv.gguf_file import TensorData
+from rollkv.gguf_header import TensorData
 
 
 class Stream(Enum):

@@ -1,4 +1,4 @@
-"""Frozen facts about a model and a run. Foreign names (GGUF keys) become these in gguf_file.py and nowhere else."""
+"""Frozen facts about a model and a run. Foreign names (GGUF keys) become these in model_config.py and nowhere else."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -15,7 +15,7 @@ import numpy as np
 from rollkv import reference
 from rollkv.backend import PageRun, Stream
 from rollkv.config import Dtype, LayerConfig, PageFormat, RopeConfig
-from rollkv.gguf_file import TensorData
+from rollkv.gguf_header import TensorData
 from rollkv.quants import dequantise
 
 

@@ -14,7 +14,8 @@ import numpy as np
 
 from rollkv.config import LayerConfig, ModelConfig, RopeConfig
 from rollkv.errors import ModelFileError, UnsupportedModelError
-from rollkv.gguf_file import GgufFile, show
+from rollkv.gguf_file import GgufFile
+from rollkv.gguf_header import show
 
 MAX_HEAD_DIM = 256
 

@@ -20,7 +20,8 @@ from pathlib import Path
 import numpy as np
 
 from rollkv.errors import UsageError
-from rollkv.gguf_file import TENSOR_TYPES, GgufFile, TensorData, open_gguf
+from rollkv.gguf_file import GgufFile, open_gguf
+from rollkv.gguf_header import TENSOR_TYPES, TensorData
 from rollkv.quants import raw_bytes
 from rollkv.synth_blocks import encode_rows, fill, make_pool, num_blocks, set_table_head
 from rollkv.synth_circuit import BLOCK, LOCAL_THETA, code_signs, codewords, rope_theta

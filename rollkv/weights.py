@@ -7,7 +7,7 @@ from typing import Any
 from rollkv.backend import Array, Backend, Weight
 from rollkv.config import ModelConfig
 from rollkv.errors import ModelFileError
-from rollkv.gguf_file import TensorData
+from rollkv.gguf_header import TensorData
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ import pytest
 
 import damaged_gguf as make
 from rollkv.errors import ModelFileError, RollkvError, UnsupportedModelError
-from rollkv.gguf_file import FILE_TYPES, SUPPORTED_TYPES, TENSOR_TYPES, open_gguf
+from rollkv.gguf_file import open_gguf
+from rollkv.gguf_header import FILE_TYPES, SUPPORTED_TYPES, TENSOR_TYPES
 from rollkv.model_config import model_config
 
 TESTS = Path(__file__).parent

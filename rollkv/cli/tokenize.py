@@ -25,11 +25,11 @@ def tokenize(
         raise UsageError("no text: give -p TEXT or -f FILE")
 
     from rollkv import report
-    from rollkv.gguf_file import open_gguf
+    from rollkv.synth import open_model
     from rollkv.models import default_model
     from rollkv.tokenizer import Tokenizer
 
-    with open_gguf(model or default_model()) as opened:
+    with open_model(model or default_model()) as opened:
         tokenizer = Tokenizer.from_metadata(opened.metadata, pre_tokenizer=pre_tokenizer)
     for message in tokenizer.warnings:
         report.warn(message)

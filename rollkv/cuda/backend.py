@@ -25,7 +25,7 @@ from rollkv.cuda.memory import HOST_CHUNK_BYTES, DeviceMemory, HostPages, Pinned
 from rollkv.cuda.nvrtc import CubinCache, KernelSpec, arch_name, check_compiler
 from rollkv.cuda.weights_gpu import CudaWeight
 from rollkv.errors import DeviceError
-from rollkv.gguf_file import TensorData
+from rollkv.gguf_header import TensorData
 from rollkv.quants import TILE_ROWS, dequantise, device_bytes
 from rollkv.workspace import GEMM_WORKSPACE_BYTES, MAX_FEW_ROWS
 

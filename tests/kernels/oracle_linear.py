@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from rollkv.gguf_file import TensorData
+from rollkv.gguf_header import TensorData
 from rollkv.quants import FORMATS, dequantise, raw_bytes
 
 _HALVES = {  # offsets of the f16 scales and shifts in a block

@@ -75,3 +75,38 @@ def test_closing_gives_everything_back() -> None:
             engine.prefill(list(range(100)))
     with CudaBackend(0) as after:
         assert after.memory_used_bytes() <= used + (8 << 20)
+
+
+def test_a_tail_that_cannot_be_pinned_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the staging buffer is pinned: the tail is pageable, said aloud, and steps are not recorded."""
+    from rollkv.cuda.memory import STAGE_BYTES, PinnedMemory
+
+    tokens = engines.fixture("qwen3")["tokens"].tolist() * 3
+    config = engines.cache(480, page_cells=PAGE, kv="f16", ubatch=200)
+    resident = rows_of(cuda_engine("qwen3", config), tokens, 400)
+    pin, said = PinnedMemory._pin, []
+    monkeypatch.setattr(PinnedMemory, "_pin", lambda self, size: pin(self, size) if size == 2 * STAGE_BYTES else None)
+    windowed = engines.cache(480, page_cells=PAGE, kv="f16", ubatch=200, window=PAGE)
+    engine = load(engines.FIXTURES / "qwen3.gguf", windowed, backend="cuda", warn=said.append)
+    assert not engine.backend.can_record and any("pinned" in message for message in said)
+    np.testing.assert_array_equal(rows_of(engine, tokens, 400), resident)
+
+
+def test_recorded_steps_cross_pages_and_sequences() -> None:
+    """Steps run directly, recorded and replayed, over page borders and in a second, shorter sequence, as often as the host engine does."""
+    tokens = engines.fixture("gemma3")["tokens"].tolist() * 3
+    for window in (None, PAGE):
+        with cuda_engine("gemma3", engines.cache(480, page_cells=PAGE, kv="f16", window=window)) as engine:
+            first = list(engine.generate_ids(tokens[:100], 200))
+            second = list(engine.generate_ids(tokens[:40], 200))
+            assert list(engine.generate_ids(tokens[:100], 200)) == first
+        logits = np.concatenate(list(_host_rows(tokens[:40] + second[:-1])))
+        chosen = logits[39:].argmax(axis=1)
+        best = np.sort(logits[39:], axis=1)
+        near = best[:, -1] - best[:, -2] < 0.1
+        assert ((chosen == np.array(second)) | near).all()
+
+
+def _host_rows(tokens: list[int]) -> list[np.ndarray]:
+    with engines.host_engine("gemma3", engines.cache(len(tokens), page_cells=PAGE, kv="f16")) as host:
+        return list(host.logit_rows(tokens))

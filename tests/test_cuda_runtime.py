@@ -195,6 +195,7 @@ def test_pinning_falls_back_to_smaller_chunks_and_then_says_that_memory_is_pagea
     _check_chunks(pages, 30)
     assert [chunk.pinned for chunk in pages.chunks] == [True] * (len(pages.chunks) - 1) + [False]
     assert sum(chunk.num_pages for chunk in pages.chunks if chunk.pinned) >= 9
+    assert memory.has_pageable
     memory.pages("KV tail, layer 4", 4, MIB)
     assert len(said) == 1 and "KV tail, layer 3" in said[0] and "staging buffer" in said[0]
 

@@ -25,8 +25,8 @@ def tokenize(
         raise UsageError("no text: give -p TEXT or -f FILE")
 
     from rollkv import report
-    from rollkv.synth import open_model
     from rollkv.models import default_model
+    from rollkv.synth import open_model
     from rollkv.tokenizer import Tokenizer
 
     with open_model(model or default_model()) as opened:

@@ -50,7 +50,6 @@ class CudaBackend:
     """
 
     name = "cuda"
-    can_record = True
 
     def __init__(
         self,
@@ -207,6 +206,11 @@ class CudaBackend:
 
     def copy_page(self, source: DeviceArray, source_slot: int, target: DeviceArray, target_slot: int) -> None:
         self._copies.copy_page(source, source_slot, target, target_slot)
+
+    @property
+    def can_record(self) -> bool:
+        """Copies of pageable memory wait on the host, which a graph cannot hold."""
+        return not self._pinned.has_pageable
 
     def capture(self, work: Callable[[], None]) -> Graph:
         graph = capture(self._calls, self._context.streams[Stream.COMPUTE], work)

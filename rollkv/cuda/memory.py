@@ -162,6 +162,11 @@ class PinnedMemory:
             chunks.append(self._pageable_chunk(label, done, num_pages - done, page_bytes))
         return HostPages(page_bytes, num_pages, tuple(chunks))
 
+    @property
+    def has_pageable(self) -> bool:
+        """Whether some pages had to do without pinned memory."""
+        return bool(self._pageable)
+
     def stage(self) -> Stage:
         """The pinned staging halves, made on first use, smaller where memory is short. Raises OutOfMemoryError when none can be had."""
         half = STAGE_BYTES

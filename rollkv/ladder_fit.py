@@ -143,9 +143,13 @@ def judge(points: Sequence[Point], fits: Sequence[Fit]) -> Verdict:
     errors = sorted((fit.worst_error(points), fit.model) for fit in fits)
     (error, model), (other_error, other) = errors[0], errors[1]
     if error > HOLDS_WITHIN:
-        return Verdict("neither", error, f"neither model holds: {model} is off by up to {_percent(error)}, {other} by {_percent(other_error)}")
+        return Verdict(
+            "neither", error, f"neither model holds: {model} is off by up to {_percent(error)}, {other} by {_percent(other_error)}"
+        )
     if other_error - error < TELLS_APART:
-        return Verdict("undecided", other_error, f"undecided: both models hold within {_percent(other_error)}; longer tails tell them apart")
+        return Verdict(
+            "undecided", other_error, f"undecided: both models hold within {_percent(other_error)}; longer tails tell them apart"
+        )
     return Verdict(model, error, f"the {model} model holds within {_percent(error)}; {other} is off by up to {_percent(other_error)}")
 
 

@@ -18,6 +18,7 @@ import typer
 from rollkv import __version__
 from rollkv.cli.generate import generate
 from rollkv.cli.info import info
+from rollkv.cli.ladder import ladder
 from rollkv.cli.logit_equiv import logit_equiv
 from rollkv.cli.needle import needle
 from rollkv.cli.plan import plan
@@ -30,7 +31,7 @@ INTERRUPTED = 130
 _COMMAND_LINE_ERROR = typer.BadParameter.__mro__[2]  # the base of all errors that the parser raises; typer has no public name for it
 
 app = typer.Typer(name="rollkv", add_completion=False, rich_markup_mode=None, context_settings={"help_option_names": ["-h", "--help"]})
-for command in (generate, needle, logit_equiv, plan, info, tokenize, synth):
+for command in (generate, ladder, needle, logit_equiv, plan, info, tokenize, synth):
     app.command()(command)
 
 

@@ -1,0 +1,44 @@
+"""The picture of a ladder: decode and prefill against the tail, with the curves of both models and the ceiling."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rollkv.errors import UsageError
+from rollkv.ladder_fit import Fit
+from rollkv.units import MIB
+
+_CURVE_POINTS = 200
+_STYLES = {"sum": ("#c8553d", "--"), "overlap": ("#4c9f70", "-")}
+
+
+def draw(rows: Sequence[Mapping[str, Any]], fits: Sequence[Fit], path: Path, title: str) -> None:
+    """rows: those of the rungs that ran, with tail_bytes, tg_tokens_per_second, pp_tokens_per_second and roofline_tokens_per_second (or
+    None). fits: the curves to draw. plots.check has been asked before. Raises UsageError when the file cannot be written."""
+    from matplotlib.figure import Figure
+
+    rows = sorted(rows, key=lambda row: row["tail_bytes"])
+    tails = [row["tail_bytes"] / MIB for row in rows]
+    figure = Figure(figsize=(10, 4.5), layout="constrained")
+    decode, prefill = figure.subplots(1, 2)
+    decode.plot(tails, [row["tg_tokens_per_second"] for row in rows], "o", color="black", label="measured")
+    largest = max((row["tail_bytes"] for row in rows), default=0)
+    xs = [largest * index / _CURVE_POINTS for index in range(_CURVE_POINTS + 1)]
+    for fit in fits:
+        colour, line = _STYLES[fit.model]
+        shown = [(x / MIB, 1 / fit.seconds(x)) for x in xs if fit.seconds(x) > 0]
+        decode.plot([x for x, _ in shown], [y for _, y in shown], line, color=colour, label=f"{fit.model} model, fitted")
+    if rows and all(row["roofline_tokens_per_second"] is not None for row in rows):
+        decode.plot(tails, [row["roofline_tokens_per_second"] for row in rows], ":", color="grey", label="ceiling")
+    prefill.plot(tails, [row["pp_tokens_per_second"] for row in rows], "o-", color="black")
+    for axes, name in ((decode, "decode, tokens a second"), (prefill, "prefill, tokens a second")):
+        axes.set_xlabel("tail, MiB")
+        axes.set_ylabel(name)
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+    decode.legend(fontsize=8)
+    figure.suptitle(title, fontsize=9)
+    try:
+        figure.savefig(path, dpi=150)
+    except OSError as error:
+        raise UsageError(f"--plot {path}: cannot write it: {error.strerror or error}; name another place") from error

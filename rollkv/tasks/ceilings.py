@@ -1,0 +1,155 @@
+"""What bounds the speed of a machine, measured: the link each way and both at once, and device memory; and the bytes that a token moves.
+
+The copies go through the calls, streams and kind of host memory that the cache uses. Prints nothing.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from rollkv.backend import PageRun, Stream
+from rollkv.config import CacheConfig
+from rollkv.errors import OutOfMemoryError
+from rollkv.ladder_fit import median
+from rollkv.model_config import model_config
+from rollkv.quants import device_bytes
+from rollkv.synth import open_model
+from rollkv.units import GIB, MIB
+from rollkv.weights import used_tensors
+
+PROBE_PAGE_BYTES, PROBE_PAGES, PROBE_COPIES, PROBE_ROUNDS = 16 * MIB, 16, 32, 5
+PROBE_ARRAY_BYTES = GIB
+
+
+class TimedBackend(Protocol):
+    """What a probe needs of a backend; the GPU's has it."""
+
+    def empty(self, label: str, shape: tuple[int, ...], dtype: Any) -> Any: ...
+
+    def host_pages(self, label: str, num_pages: int, page_bytes: int) -> Any: ...
+
+    def copy_in(self, run: PageRun, host: Any) -> None: ...
+
+    def copy_out(self, run: PageRun, host: Any) -> None: ...
+
+    def add(self, x: Any, y: Any) -> None: ...
+
+    def record_timed(self, stream: Stream) -> Any: ...
+
+    def elapsed_ms(self, begin: Any, end: Any) -> float: ...
+
+    def synchronize(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Bytes a second. None: not measured."""
+
+    link_in: float | None = None  # host to device
+    link_out: float | None = None
+    link_both: float | None = None  # both ways at once, added up
+    hbm: float | None = None  # device memory: two arrays read, one written
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What bounds a step at this depth, whatever the program does."""
+
+    rates: Rates
+    weight_bytes: int  # read by every new token
+    kv_bytes: int  # read by every new token, wherever it lies
+
+    @property
+    def token_bytes(self) -> int:
+        return self.weight_bytes + self.kv_bytes
+
+    def roofline(self, tail_bytes: float) -> float | None:
+        """New tokens a second at best, with this tail: the slower of device memory and link."""
+        if self.rates.hbm is None or self.rates.link_in is None:
+            return None
+        return 1 / max(self.token_bytes / self.rates.hbm, tail_bytes / self.rates.link_in)
+
+    def as_dict(self) -> dict[str, object]:
+        rates = self.rates
+        return {
+            "measured_link_in_gbps": _giga(rates.link_in),
+            "measured_link_out_gbps": _giga(rates.link_out),
+            "measured_link_both_gbps": _giga(rates.link_both),
+            "measured_hbm_gbps": _giga(rates.hbm),
+            "weight_bytes_per_token": self.weight_bytes,
+            "kv_bytes_per_token": self.kv_bytes,
+            "bytes_per_token": self.token_bytes,
+            "resident_roofline_tokens_per_second": self.roofline(0.0),
+        }
+
+
+def measure_rates(backend: TimedBackend) -> Rates:
+    """Copies of PROBE_PAGE_BYTES between a device pool and host pages, in runs of PROBE_COPIES, and `add` over two arrays of
+    PROBE_ARRAY_BYTES; each the median of PROBE_ROUNDS behind one that does not count. Takes 2.5 GiB of device and 512 MiB of host memory
+    until the backend is closed. Raises OutOfMemoryError."""
+    shape = (PROBE_PAGES, PROBE_PAGE_BYTES)
+    pool_in, pool_out = backend.empty("link probe, in", shape, "u8"), backend.empty("link probe, out", shape, "u8")
+    host_in, host_out = backend.host_pages("link probe, in", *shape), backend.host_pages("link probe, out", *shape)
+
+    def copies(*, way_in: bool, way_out: bool) -> float:
+        streams = [stream for stream, wanted in ((Stream.COPY_IN, way_in), (Stream.COPY_OUT, way_out)) if wanted]
+        backend.synchronize()
+        begins = [backend.record_timed(stream) for stream in streams]
+        for index in range(PROBE_COPIES):
+            page = index % PROBE_PAGES
+            if way_in:
+                backend.copy_in(PageRun(pool_in, PROBE_PAGES, page, page, 1), host_in)
+            if way_out:
+                backend.copy_out(PageRun(pool_out, PROBE_PAGES, page, page, 1), host_out)
+        ends = [backend.record_timed(stream) for stream in streams]
+        milliseconds = max(backend.elapsed_ms(begins[0], end) for end in ends)
+        return len(streams) * PROBE_COPIES * PROBE_PAGE_BYTES / milliseconds * 1e3
+
+    columns = 1 << 14
+    x, y = (backend.empty(f"memory probe, {name}", (PROBE_ARRAY_BYTES // 4 // columns, columns), "f32") for name in "xy")
+
+    def additions() -> float:
+        begin = backend.record_timed(Stream.COMPUTE)
+        backend.add(x, y)
+        return 3 * PROBE_ARRAY_BYTES / backend.elapsed_ms(begin, backend.record_timed(Stream.COMPUTE)) * 1e3
+
+    return Rates(
+        link_in=_settled(lambda: copies(way_in=True, way_out=False)),
+        link_out=_settled(lambda: copies(way_in=False, way_out=True)),
+        link_both=_settled(lambda: copies(way_in=True, way_out=True)),
+        hbm=_settled(additions),
+    )
+
+
+def probe_device(device: int, warn: Callable[[str], None]) -> Rates:
+    """measure_rates on a GPU, which is given back. Raises DeviceError for an unusable one; without 2.5 GiB to spare it warns and measures
+    nothing."""
+    from rollkv.cuda.backend import CudaBackend  # here, so that host runs do not wait for the bindings
+
+    with CudaBackend(device, warn=warn) as backend:
+        try:
+            return measure_rates(backend)
+        except OutOfMemoryError as error:
+            warn(f"the ceilings cannot be measured: {error}")
+            return Rates()
+
+
+def ceilings(path: str | Path, rates: Rates, cache: CacheConfig, depth: int) -> Ceilings:
+    """The bytes of a step behind `depth` cells, from the header. A row of the embedding table is too little to count."""
+    with open_model(path) as file:
+        config = model_config(file)
+        read = [tensor for tensor in used_tensors(config, file.tensors) if config.tied_output or tensor.name != "token_embd.weight"]
+        weights = sum(device_bytes(tensor.qtype, tensor.shape) if len(tensor.shape) == 2 else 4 * tensor.shape[0] for tensor in read)
+    visible = [min(depth, layer.sliding_window or depth) for layer in config.layers]
+    pages = [cache.page_format(layer).page_bytes for layer in config.layers]
+    return Ceilings(rates, weights, sum(cells * size // cache.page_cells for cells, size in zip(visible, pages, strict=True)))
+
+
+def _settled(measure: Callable[[], float]) -> float:
+    measure()
+    return median([measure() for _ in range(PROBE_ROUNDS)])
+
+
+def _giga(rate: float | None) -> float | None:
+    return None if rate is None else rate / 1e9

@@ -338,5 +338,8 @@ def _open_backend(name: BackendName, device: int, warn: Callable[[str], None]) -
 
 def budget_of(file: GgufFile, config: ModelConfig, cache: CacheConfig, cap: int | None, overhead: DeviceOverhead | None) -> Budget:
     """The budget of a run of an open file. Raises as plan_budget does."""
-    weights = {tensor.name: device_bytes(tensor.qtype, tensor.shape) for tensor in used_tensors(config, file.tensors)}
+    weights = {
+        tensor.name: device_bytes(tensor.qtype, tensor.shape) if len(tensor.shape) == 2 else 4 * tensor.shape[0]  # vectors are f32
+        for tensor in used_tensors(config, file.tensors)
+    }
     return plan_budget(config, cache, weights, linear_scratch(config, cache), cap_bytes=cap, overhead=overhead)

@@ -328,7 +328,9 @@ def _map(path: Path) -> mmap.mmap:
         status = os.stat(path)
         if stat.S_ISDIR(status.st_mode):
             models = _models_in(path)
-            raise ModelFileError(f"{show(path)}: a directory{f'; name one of its files: {models}' if models else ' without a .gguf file'}")
+            raise ModelFileError(
+                f"{show(path)}: a directory{f'; name one of its files: {models}' if models else ' without a .gguf file; name a model file'}"
+            )
         if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for ever
             raise ModelFileError(f"{show(path)}: not a regular file; name a .gguf file")
         if status.st_size == 0:
@@ -340,7 +342,7 @@ def _map(path: Path) -> mmap.mmap:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except FileNotFoundError:
         models = _models_in(path.parent)
-        raise ModelFileError(f"{show(path)}: no such file{f'; its directory has {models}' if models else ''}") from None
+        raise ModelFileError(f"{show(path)}: no such file; {f'its directory has {models}' if models else 'check the path'}") from None
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path, or a file emptied since stat
         raise ModelFileError(f"{show(path)}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
 

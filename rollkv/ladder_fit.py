@@ -147,9 +147,8 @@ def judge(points: Sequence[Point], fits: Sequence[Fit]) -> Verdict:
             "neither", error, f"neither model holds: {model} is off by up to {_percent(error)}, {other} by {_percent(other_error)}"
         )
     if other_error - error < TELLS_APART:
-        return Verdict(
-            "undecided", other_error, f"undecided: both models hold within {_percent(other_error)}; longer tails tell them apart"
-        )
+        near = f"{_percent(error)} ({model}) and {_percent(other_error)} ({other})"
+        return Verdict("undecided", other_error, f"undecided: the models' largest errors are {near}; longer tails tell them apart")
     return Verdict(model, error, f"the {model} model holds within {_percent(error)}; {other} is off by up to {_percent(other_error)}")
 
 

@@ -18,7 +18,7 @@ from rollkv.budget import Budget
 from rollkv.cli import main as boundary
 from rollkv.config import CacheConfig
 from rollkv.engine import Stats
-from rollkv.errors import CheckFailed
+from rollkv.errors import CheckFailed, UsageError
 from rollkv.gguf_file import open_gguf
 from rollkv.tokenizer import Tokenizer
 
@@ -427,3 +427,27 @@ def test_module_is_the_command():
     process = start("--version")
     out, _ = process.communicate(timeout=60)
     assert out == b"rollkv 0.1.0\n"
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["info", str(FIXTURES / "llama.gguf")]])
+def test_a_full_disk_is_said_in_one_line(arguments: list[str]) -> None:
+    """It used to end as a fault of our own, with a traceback."""
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-m", "rollkv", *arguments], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 74
+    assert done.stderr == "rollkv: error: the result cannot be written: No space left on device; free space, or send stdout elsewhere\n"
+
+
+def test_a_closed_stdout_is_nobody_listening() -> None:
+    command = f"{sys.executable} -m rollkv info {FIXTURES / 'llama.gguf'} >&-"
+    done = subprocess.run(command, shell=True, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_empty_entries_among_prompt_ids_are_refused() -> None:
+    from rollkv.cli.options import parse_ids
+
+    assert parse_ids("1, 2\n3") == (1, 2, 3)
+    for text in ("1,,2", ",1", "1,"):
+        with pytest.raises(UsageError, match="empty entry"):
+            parse_ids(text)

@@ -49,7 +49,7 @@ def test_its_metadata(unpacked):
     assert set(metadata.get_all("Provides-Extra") or []) == {"cuda", "cuda12", "cuda13", "dev", "plot"}
     assert metadata["Requires-Python"] == ">=3.11"
     assert metadata["License-Expression"] == "Apache-2.0"
-    assert "rollkv = rollkv.cli.main:run" in (folder / "entry_points.txt").read_text()
+    assert "rollkv = rollkv.__main__:main" in (folder / "entry_points.txt").read_text()
 
 
 def test_it_runs_and_finds_its_kernels_where_it_lies(unpacked, tmp_path):

@@ -203,7 +203,7 @@ def _ids(model: "TextModel", text: Path | None, tokens: str | None) -> list[int]
     wanted = None if tokens is None else parse_count(tokens, "--tokens")
     if text is None:
         return prose_ids(model.tokenizer.encode, wanted or _PROSE_TOKENS)
-    ids = list(model.tokenizer.encode(options.read_prompt(None, str(text)) or ""))
+    ids = list(model.tokenizer.encode(options.read_prompt(None, str(text), "--text") or ""))
     if not ids or (wanted is not None and wanted > len(ids)):
         raise UsageError(
             f"--text {text}: it has {len(ids)} tokens, {wanted or 'one or more'} are wanted; lower --tokens or give a longer text"

@@ -1,9 +1,10 @@
 """The command `rollkv` and its error boundary.
 
 Whatever goes wrong ends as one line on stderr and an exit code: 0 done, 1 a check failed, 2 usage, 3 device, 4 model file, 5 memory,
-130 interrupted, 70 a fault of rollkv's own (with its traceback). With `-o json` stdout holds one JSON object in every case.
+74 the result cannot be written, 130 interrupted, 70 a fault of rollkv's own (with its traceback). With `-o json` stdout holds one JSON object in every case.
 """
 
+import errno
 import json
 import os
 import sys
@@ -27,8 +28,11 @@ from rollkv.cli.tokenize import tokenize
 from rollkv.errors import OutOfMemoryError, RollkvError
 
 INTERNAL_FAULT = 70
+CANNOT_WRITE = 74
 INTERRUPTED = 130
 _COMMAND_LINE_ERROR = typer.BadParameter.__mro__[2]  # the base of all errors that the parser raises; typer has no public name for it
+
+_OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
 app = typer.Typer(name="rollkv", add_completion=False, rich_markup_mode=None, context_settings={"help_option_names": ["-h", "--help"]})
 for command in (generate, ladder, needle, logit_equiv, plan, info, tokenize, synth):
@@ -61,11 +65,24 @@ def main(arguments: Sequence[str]) -> int:
         if sys.stdout is not None:
             sys.stdout.flush()
         return code
-    except BrokenPipeError:
-        # Nobody reads the result any more: nothing is wrong. What is still buffered must not fail again when Python exits.
-        with suppress(OSError):  # a stdout that is no file has nothing to redirect
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # nobody reads the result any more: nothing is wrong
+        _drop_output()
         return 0
+    except OSError as error:
+        _drop_output()
+        reason = error.strerror or error
+        return _fail((), f"the result cannot be written: {reason}; free space, or send stdout elsewhere", "OSError", CANNOT_WRITE)
+
+
+def _is_of_output(error: Exception) -> bool:
+    """Whether writing the result failed: such an error names no file."""
+    return isinstance(error, BrokenPipeError) or (isinstance(error, OSError) and error.filename is None and error.errno in _OUTPUT_ERRORS)
+
+
+def _drop_output() -> None:
+    """What is still buffered must not fail again when Python exits."""
+    with suppress(OSError):  # a stdout that is no file has nothing to redirect
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def run() -> None:
@@ -83,8 +100,6 @@ def _dispatch(arguments: Sequence[str]) -> int:
         return done.exit_code
     except (KeyboardInterrupt, typer.Abort):
         return _fail(arguments, "interrupted", "Interrupted", INTERRUPTED)
-    except BrokenPipeError:
-        raise
     except RollkvError as error:
         if os.environ.get("ROLLKV_DEBUG") == "1":
             traceback.print_exc()
@@ -92,6 +107,8 @@ def _dispatch(arguments: Sequence[str]) -> int:
     except MemoryError:
         return _fail(arguments, "host memory ran out; lower --ctx-size or free memory", "MemoryError", OutOfMemoryError.exit_code)
     except Exception as error:
+        if _is_of_output(error):
+            raise
         if isinstance(error, _COMMAND_LINE_ERROR):
             return _fail(arguments, f"{_message(error)} (see 'rollkv --help')", "UsageError", 2)
         traceback.print_exc()
@@ -129,7 +146,11 @@ def _environment() -> dict[str, object]:
 
 
 def _accept_any_text() -> None:
-    """A terminal that cannot show a character gets its escape instead of a crash."""
+    """A terminal that cannot show a character gets its escape instead of a crash; a closed stream is as good as nobody listening."""
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (lives as long as the process)
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")

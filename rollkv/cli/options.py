@@ -1,5 +1,6 @@
 """The options that several commands share, each written once, and the small readers of their values. Imports nothing heavy."""
 
+import re
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -19,7 +20,10 @@ PreTokenizer = Annotated[
     str | None, typer.Option(metavar="NAME", help="How text is cut before merging, where the file does not say it or is wrong.")
 ]
 CtxSize = Annotated[
-    int | None, typer.Option("-c", "--ctx-size", metavar="CELLS", help="Context length. Default: what prompt and new tokens need.")
+    int | None,
+    typer.Option(
+        "-c", "--ctx-size", metavar="CELLS", help="Context length. Default: what prompt and new tokens need; in plan, the trained length."
+    ),
 ]
 VramTarget = Annotated[
     str | None,
@@ -53,8 +57,8 @@ def size_option(text: str | None, option: str) -> int | None:
     return None if text is None else parse_size(text, option)
 
 
-def read_prompt(prompt: str | None, file: str | None) -> str | None:
-    """The text of -p or -f, not changed in any way; None when neither is given. Raises UsageError, also for bytes that are not UTF-8."""
+def read_prompt(prompt: str | None, file: str | None, file_option: str = "-f") -> str | None:
+    """The text of -p or -f (or of the option named), not changed in any way; None when neither is given. Raises UsageError, also for bytes that are not UTF-8."""
     if prompt is not None and file is not None:
         raise UsageError("-p and -f are both given; give one prompt")
     if prompt == "-" or file == "-":
@@ -63,7 +67,7 @@ def read_prompt(prompt: str | None, file: str | None) -> str | None:
         try:
             return _decode(Path(file).read_bytes(), file)
         except OSError as error:
-            raise UsageError(f"-f {file}: cannot read it: {error.strerror or error}; name a readable text file") from error
+            raise UsageError(f"{file_option} {file}: cannot read it: {error.strerror or error}; name a readable text file") from error
     if prompt is not None:
         # Bytes of the command line that are not UTF-8 arrive as lone surrogates.
         return _decode(prompt.encode("utf-8", "surrogateescape"), "-p")
@@ -74,6 +78,8 @@ def parse_ids(text: str | None) -> tuple[int, ...] | None:
     """Token ids from "1,2,3"; blanks and line breaks separate too. Raises UsageError naming what is not a number."""
     if text is None:
         return None
+    if re.search(r",\s*,|^\s*,|,\s*\Z", text):
+        raise UsageError(f"--prompt-ids: {text[:40]!r} has an empty entry; write numbers with single commas, such as 1,15043,29892")
     words = text.replace(",", " ").split()
     for word in words:
         if not (word.isascii() and word.isdigit()):

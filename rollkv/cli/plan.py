@@ -37,6 +37,8 @@ def plan(
         cache_type_k=cache_type_k,
         cache_type_v=cache_type_v,
     )
+    if cache.ctx_size > config.context_length:
+        report.warn(f"a context of {cache.ctx_size} cells is longer than the {config.context_length} that the model was trained for")
     budget = plan_run(path, cache, vram_target=cap)
     if as_json:
         report.write_json({"model": str(path), "ctx_size": cache.ctx_size, "budget": budget.as_dict()})

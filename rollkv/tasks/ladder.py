@@ -209,17 +209,16 @@ def _measure(
     tail = max(pages_for(engine.position, cells) - engine.budget.window_pages, 0) * cells
     return RungResult(
         rung,
-        None,
-        tuple(prefills),
-        tuple(ttfts),
-        tuple(steps),
-        tuple(warm),
-        median(copied),
-        engine.position - tail,
-        tail,
-        max(known) if known else None,
-        engine.budget.total_bytes,
-        describe(engine),
+        prefill_seconds=tuple(prefills),
+        ttft_seconds=tuple(ttfts),
+        step_seconds=tuple(steps),
+        warm_steps=tuple(warm),
+        tail_bytes=median(copied),
+        cells_in_window=engine.position - tail,
+        cells_in_tail=tail,
+        peak_device_bytes=max(known) if known else None,
+        planned_bytes=engine.budget.total_bytes,
+        machine=describe(engine),
     )
 
 

@@ -111,11 +111,13 @@ def window_specs(text: str, reference: RunSpec) -> tuple[RunSpec, ...]:
     specs: dict[int, RunSpec] = {}
     for word in split_list(text, "--windows"):
         if word.endswith("%"):
-            pages = max(1, ceil(total * parse_percentage(word, "--windows") / 100))
+            pages = ceil(total * parse_percentage(word, "--windows") / 100)
         elif word.endswith(("page", "pages")):
             pages = parse_count(word.removesuffix("s").removesuffix("page"), "--windows")
         else:
             pages = pages_for(parse_count(word, "--windows"), cache.page_cells)
+        if pages < 1:
+            raise UsageError(f"--windows {word}: a window holds at least one page; write 1page or more")
         pages = min(pages, total)
         windowed = replace(cache, residency="window", window_cells=pages * cache.page_cells)
         specs.setdefault(pages, replace(reference, label=f"window {word} ({pages} of {total} pages)", cache=windowed))

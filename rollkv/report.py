@@ -43,6 +43,18 @@ def warn(message: str) -> None:
     note(f"warning: {message}")
 
 
+def warn_once() -> Callable[[str], None]:
+    """A `warn` that says each message once, for commands that load several times."""
+    said: set[str] = set()
+
+    def warn_first(message: str) -> None:
+        if message not in said:
+            said.add(message)
+            warn(message)
+
+    return warn_first
+
+
 def table(rows: Iterable[Iterable[object]], headers: tuple[str, ...] = (), align: tuple[str, ...] | None = None) -> str:
     """A plain table; numbers keep the form they were given."""
     from tabulate import tabulate

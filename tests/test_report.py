@@ -117,3 +117,10 @@ def test_a_closed_stderr_neither_stops_the_run_nor_reaches_stdout(monkeypatch, c
     monkeypatch.setattr(sys, "stderr", None if closed == "missing" else Broken())
     report.warn("something")
     assert capsys.readouterr().out == ""
+
+
+def test_a_message_is_said_once(capsys):
+    warn = report.warn_once()
+    for message in ("slow", "slow", "long", "slow"):
+        warn(message)
+    assert capsys.readouterr().err == "rollkv: warning: slow\nrollkv: warning: long\n"

@@ -179,6 +179,8 @@ def _run(
     from rollkv.tasks.record import machine_facts
     from rollkv.units import format_size
 
+    warn = report.warn_once()
+
     def open_engine(rung: "Rung") -> Engine:
         with report.PhaseProgress(f"loading for {rung.label}", format_size) as loading:
             return load(
@@ -187,7 +189,7 @@ def _run(
                 vram_target=rung.vram_target,
                 backend=backend,  # type: ignore[arg-type]
                 device=device,
-                warn=report.warn,
+                warn=warn,
                 on_load=loading,
             )
 

@@ -92,11 +92,16 @@ def _run(
     from rollkv.tasks.record import machine_facts
     from rollkv.units import format_size
 
+    warn, machines = report.warn_once(), set[str]()
+
     def open_engine(spec: "RunSpec") -> Engine:
         with report.PhaseProgress(f"loading for {spec.label}", format_size) as loading:
-            return load(
-                model.path, spec.cache, vram_target=spec.vram_target, backend=spec.backend, device=device, warn=report.warn, on_load=loading
+            engine = load(
+                model.path, spec.cache, vram_target=spec.vram_target, backend=spec.backend, device=device, warn=warn, on_load=loading
             )
+        if spec is first:
+            machines.add(engine.backend_name)
+        return engine
 
     vocab = model.config.vocab_size
     with ExitStack() as cleanup:
@@ -120,11 +125,10 @@ def _run(
             progress_for=progress_for,
             describe=machine_facts,
         )
-        against = (
-            str(stored.path) if stored else f"{first.label}, KV {first.cache.key_type}/{first.cache.value_type}, {first.backend} backend"
-        )
-        shared = {"num_tokens": len(ids), "decode_tokens": num_decode, "reference": against}
-        _print(model, list(rows), shared, output)
+        compared = list(rows)  # loads and runs the candidates, one after the other
+        kv, used = f"KV {first.cache.key_type}/{first.cache.value_type}", "".join(machines)
+        against = str(stored.path) if stored else f"{first.label}, {kv}, {used} backend"
+        _print(model, compared, {"num_tokens": len(ids), "decode_tokens": num_decode, "reference": against}, output)
 
 
 def _print(model: "TextModel", rows: "list[EquivRow]", shared: dict[str, Any], output: str) -> None:

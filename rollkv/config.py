@@ -59,7 +59,7 @@ class ModelConfig:
     activation: Literal["silu", "gelu_tanh"]
     embedding_scale: float = 1.0
     qk_norm: bool = False
-    attention_bias: bool = False  # attn_q, attn_k, attn_v carry a bias (also looked up tensor by tensor)
+    attention_bias: bool = False  # attn_q, attn_k, attn_v carry a bias
     post_norms: bool = False  # post_attention_norm and post_ffw_norm before the residual additions
     tied_output: bool = False  # the output matrix is token_embd
     name: str = ""

@@ -37,7 +37,6 @@ class KVCache:
 
     def __init__(self, backend: Backend, config: ModelConfig, cache: CacheConfig, budget: Budget) -> None:
         self._backend = backend
-        self._config = config
         self.formats: tuple[PageFormat, ...] = tuple(cache.page_format(layer) for layer in config.layers)
         self._layouts = tuple(_layout(layer, cache, budget) for layer in config.layers)
         self._full = [index for index, layout in enumerate(self._layouts) if isinstance(layout, FullLayout)]

@@ -9,7 +9,7 @@ Pure functions; knows no engine and no device.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import sqrt
+from statistics import median, stdev
 from typing import Literal
 
 KNEE = 0.15  # a step this much longer than the resident one still counts as equal
@@ -157,18 +157,9 @@ def relative_spread(values: Sequence[float]) -> float | None:
     return (max(values) - min(values)) / median(values) if len(values) > 1 else None
 
 
-def median(values: Sequence[float]) -> float:
-    """The middle value, or the mean of the two. `values` is not empty."""
-    ordered, middle = sorted(values), len(values) // 2
-    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
-
-
 def deviation(values: Sequence[float]) -> float | None:
     """Standard deviation of a sample; None for fewer than two values."""
-    if len(values) < 2:
-        return None
-    mean = sum(values) / len(values)
-    return sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1))
+    return stdev(values) if len(values) > 1 else None
 
 
 def agree(first: float, second: float, within: float) -> bool:

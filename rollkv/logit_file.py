@@ -115,7 +115,6 @@ class LogitFileWriter:
 
     def __init__(self, path: Path, tokens: np.ndarray, vocab_size: int) -> None:
         self._path, self._part = path, path.with_name(path.name + ".part")
-        self._num_tokens = len(tokens)
         self._top1: list[np.ndarray] = []
         with self._guarded():
             self._archive = zipfile.ZipFile(self._part, "w", zipfile.ZIP_STORED, allowZip64=True)

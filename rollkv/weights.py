@@ -6,8 +6,8 @@ from typing import Any
 
 from rollkv.backend import Array, Backend, Weight
 from rollkv.config import ModelConfig
-from rollkv.errors import ModelFileError
 from rollkv.gguf_header import TensorData
+from rollkv.model_config import required_tensors
 
 
 @dataclass(frozen=True)
@@ -43,14 +43,8 @@ class ModelWeights:
 
 
 def used_tensors(config: ModelConfig, tensors: Mapping[str, TensorData]) -> list[TensorData]:
-    """The tensors that loading will take, each once, in loading order. Raises ModelFileError for one that is missing."""
-    names = ["token_embd.weight", "output_norm.weight", *([] if config.tied_output else ["output.weight"])]
-    for index in range(config.num_layers):
-        names += [f"blk.{index}.{name}" for name in _layer_tensors(config, index, tensors)]
-    for name in names:
-        if name not in tensors:
-            raise ModelFileError(f"tensor {name} is missing from the model file; a complete {config.architecture} file has it")
-    return [tensors[name] for name in names]
+    """The tensors that loading will take, each once, in loading order; model_config has seen that they are all there."""
+    return [tensors[name] for name in required_tensors(config)]
 
 
 def load_weights(
@@ -77,16 +71,6 @@ def load_weights(
 _MATRICES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
 _BIASES = ("attn_q", "attn_k", "attn_v")
 _OPTIONAL_NORMS = ("attn_q_norm", "attn_k_norm", "post_attention_norm", "post_ffw_norm")
-
-
-def _layer_tensors(config: ModelConfig, index: int, tensors: Mapping[str, TensorData]) -> list[str]:
-    names = ["attn_norm.weight", "ffn_norm.weight", *(f"{name}.weight" for name in _MATRICES)]
-    names += [f"{name}.bias" for name in _BIASES if config.attention_bias or f"blk.{index}.{name}.bias" in tensors]
-    if config.qk_norm:
-        names += ["attn_q_norm.weight", "attn_k_norm.weight"]
-    if config.post_norms:
-        names += ["post_attention_norm.weight", "post_ffw_norm.weight"]
-    return names
 
 
 def _layer(index: int, matrices: Mapping[str, Weight], vectors: Mapping[str, Array]) -> LayerWeights:

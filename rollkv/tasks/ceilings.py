@@ -6,12 +6,12 @@ The copies go through the calls, streams and kind of host memory that the cache 
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any, Protocol
 
 from rollkv.backend import PageRun, Stream
 from rollkv.config import CacheConfig
 from rollkv.errors import OutOfMemoryError
-from rollkv.ladder_fit import median
 from rollkv.model_config import model_config
 from rollkv.quants import device_bytes
 from rollkv.synth import open_model

@@ -10,13 +10,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from statistics import median
 
 import numpy as np
 
 from rollkv.config import CacheConfig, ModelConfig
 from rollkv.engine import Engine, Progress
 from rollkv.errors import OutOfMemoryError, UsageError
-from rollkv.ladder_fit import Fit, agree, median, place_rungs, relative_spread
+from rollkv.ladder_fit import Fit, agree, place_rungs, relative_spread
 from rollkv.pages import pages_for
 from rollkv.prose import Draws, running_text
 from rollkv.units import format_size

@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 
 import numpy as np
 
-from rollkv.ladder_fit import Fit, Point, Verdict, deviation, fit_overlap, fit_sum, judge, measured_knee, median
+from rollkv.ladder_fit import Fit, Point, Verdict, deviation, fit_overlap, fit_sum, judge, measured_knee
 from rollkv.metrics import upper_quantile
 from rollkv.tasks.ceilings import Ceilings, Rates
 from rollkv.tasks.ladder import RungResult

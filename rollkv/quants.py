@@ -201,6 +201,12 @@ def device_bytes(qtype: str, shape: tuple[int, ...]) -> int:
     return device_form(qtype, shape).nbytes
 
 
+def can_stack(upper: tuple[str, tuple[int, ...]], lower: tuple[str, tuple[int, ...]]) -> bool:
+    """Whether two matrices, (type, (rows, columns)) each, lie one above the other as one: their device form is then the one's tiles, then the
+    other's."""
+    return upper[0] == lower[0] and upper[1][1] == lower[1][1] and upper[1][0] % TILE_ROWS == 0
+
+
 def split_planes(qtype: str, raw: np.ndarray, shape: tuple[int, ...]) -> tuple[np.ndarray, ...]:
     """The planes of the device form, uint8 each: the reference of csrc/repack.cu."""
     form = device_form(qtype, shape)

@@ -1,35 +1,33 @@
-"""GGUF tensors to backend weights, under their GGUF names."""
+"""GGUF tensors to backend weights: which matrices are loaded as one, and every byte they take."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from itertools import accumulate
 
-from rollkv.backend import Array, Backend, Weight
+import numpy as np
+
+from rollkv.backend import Array, Backend, RmsNorm, Stack, Weight
 from rollkv.config import ModelConfig
 from rollkv.gguf_header import TensorData
 from rollkv.model_config import required_tensors
+from rollkv.quants import can_stack, dequantise, device_bytes
 
 
 @dataclass(frozen=True)
 class LayerWeights:
     """One layer. Matrices [rows, columns] multiply as x W^T; vectors are f32."""
 
-    attn_norm: Array
-    attn_q: Weight
-    attn_k: Weight
-    attn_v: Weight
-    attn_output: Weight
-    ffn_norm: Array
-    ffn_gate: Weight
-    ffn_up: Weight
-    ffn_down: Weight
-    attn_q_bias: Array | None = None
-    attn_k_bias: Array | None = None
-    attn_v_bias: Array | None = None
-    attn_q_norm: Array | None = None
-    attn_k_norm: Array | None = None
-    post_attention_norm: Array | None = None
-    post_ffw_norm: Array | None = None
+    attn_norm: RmsNorm
+    attn_qkv: Stack
+    attn_qkv_bias: Array | None
+    attn_q_norm: RmsNorm | None
+    attn_k_norm: RmsNorm | None
+    attn_output: Stack
+    post_attention_norm: RmsNorm | None
+    ffn_norm: RmsNorm
+    ffn_gate_up: Stack
+    ffn_down: Stack
+    post_ffw_norm: RmsNorm | None
 
 
 @dataclass(frozen=True)
@@ -37,45 +35,54 @@ class ModelWeights:
     """All weights of a dense decoder. `output` is token_embd where the file ties them."""
 
     token_embd: Weight
-    output_norm: Array
-    output: Weight
+    output_norm: RmsNorm
+    output: Stack
     layers: tuple[LayerWeights, ...]
 
 
+# What is loaded as one, in the order of a layer; of each the tensors that the model has.
+_QKV = ("attn_q.weight", "attn_k.weight", "attn_v.weight")
+_QKV_BIAS = ("attn_q.bias", "attn_k.bias", "attn_v.bias")
+_GATE_UP = ("ffn_gate.weight", "ffn_up.weight")
+_UNITS = (
+    ("attn_norm.weight",), _QKV, _QKV_BIAS, ("attn_q_norm.weight",), ("attn_k_norm.weight",), ("attn_output.weight",),
+    ("post_attention_norm.weight",), ("ffn_norm.weight",), _GATE_UP, ("ffn_down.weight",), ("post_ffw_norm.weight",),
+)  # fmt: skip
+
+
 def used_tensors(config: ModelConfig, tensors: Mapping[str, TensorData]) -> list[TensorData]:
-    """The tensors that loading will take, each once, in loading order; model_config has seen that they are all there."""
+    """The tensors that loading will take, each once; model_config has seen that they are all there."""
     return [tensors[name] for name in required_tensors(config)]
+
+
+def weight_bytes(config: ModelConfig, tensors: Mapping[str, TensorData]) -> dict[str, int]:
+    """Device bytes of everything that load_weights takes, by name."""
+    sizes: dict[str, int] = {}
+    for unit in _units(config, tensors):
+        if len(unit[0].shape) == 1:
+            sizes[unit[0].name] = 4 * sum(tensor.shape[0] for tensor in unit)  # vectors are f32
+        else:
+            for part in stacked(unit):
+                sizes[part[0].name] = device_bytes(part[0].qtype, (sum(tensor.shape[0] for tensor in part), part[0].shape[1]))
+    return sizes
 
 
 def load_weights(
     backend: Backend, config: ModelConfig, tensors: Mapping[str, TensorData], on_progress: Callable[[int, int], None] | None = None
 ) -> ModelWeights:
-    """Loads every used tensor; on_progress(done bytes, all bytes) after each."""
-    used = used_tensors(config, tensors)
-    total, done = sum(tensor.nbytes for tensor in used), 0
-    matrices: dict[str, Weight] = {}
+    """Loads every used tensor; on_progress(done bytes, all bytes) after each part."""
+    units = _units(config, tensors)
+    sizes = [sum(tensor.nbytes for tensor in unit) for unit in units]
+    stacks: dict[str, Stack] = {}
     vectors: dict[str, Array] = {}
-    for tensor in used:
-        if len(tensor.shape) == 2:
-            matrices[tensor.name] = backend.load_weight(tensor)
+    for unit, done in zip(units, accumulate(sizes), strict=True):
+        name = unit[0].name
+        if len(unit[0].shape) == 2:
+            stacks[name] = backend.load_stack(unit, paired=name.endswith(_GATE_UP[0]))
         else:
-            vectors[tensor.name] = backend.load_vector(tensor)
-        done += tensor.nbytes
+            vectors[name] = backend.upload(name, np.concatenate([dequantise(t.qtype, t.raw, t.shape) for t in unit]))
         if on_progress is not None:
-            on_progress(done, total)
-    layers = tuple(_layer(index, matrices, vectors) for index in range(config.num_layers))
-    token_embd = matrices["token_embd.weight"]
-    return ModelWeights(token_embd, vectors["output_norm.weight"], matrices.get("output.weight", token_embd), layers)
+            on_progress(done, sum(sizes))
 
-
-_MATRICES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
-_BIASES = ("attn_q", "attn_k", "attn_v")
-_OPTIONAL_NORMS = ("attn_q_norm", "attn_k_norm", "post_attention_norm", "post_ffw_norm")
-
-
-def _layer(index: int, matrices: Mapping[str, Weight], vectors: Mapping[str, Array]) -> LayerWeights:
-    found: dict[str, Any] = {name: matrices[f"blk.{index}.{name}.weight"] for name in _MATRICES}
-    found |= {name: vectors[f"blk.{index}.{name}.weight"] for name in ("attn_norm", "ffn_norm")}
-    found |= {f"{name}_bias": vectors.get(f"blk.{index}.{name}.bias") for name in _BIASES}
-    found |= {name: vectors.get(f"blk.{index}.{name}.weight") for name in _OPTIONAL_NORMS}
-    return LayerWeights(**found)
+    def norm(name: str) -> RmsNorm | None:
+        return RmsNorm(vectors[name], config.rms_norm_eps) if name in vectors else None

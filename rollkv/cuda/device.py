@@ -79,10 +79,15 @@ _CODES: dict[type, str] = {
 }
 
 
+_FIRST_EARLY_CAPABILITY = 90  # programmatic dependent launch exists from compute capability 9.0 on
+
+
 class _Kernel:
     """One loaded kernel with the memory its arguments are packed into (the driver copies them during the launch call)."""
 
-    __slots__ = ("expression", "function", "spec", "pack_into", "param_sizes", "params", "params_address", "shared_limit", "slots", "types")
+    __slots__ = (
+        "configurations", "expression", "function", "spec", "pack_into", "param_sizes", "params", "params_address", "shared_limit", "slots", "types"
+    )  # fmt: skip
 
     def __init__(self, spec: KernelSpec, function: Any, param_sizes: tuple[int, ...] | None):
         self.spec = spec
@@ -90,6 +95,7 @@ class _Kernel:
         self.function = function
         self.param_sizes = param_sizes  # None: this driver does not tell
         self.shared_limit = 0  # asked for at the first launch: 48 KiB are free only together with what the kernel declares itself
+        self.configurations: dict[tuple[Any, ...], Any] = {}  # of early launches, by grid, block, shared memory and stream
         self.types: tuple[type, ...] | None = None
         self.slots = ctypes.create_string_buffer(0)
         self.params: Any = None  # array of the arguments' addresses, as cuLaunchKernel wants them
@@ -134,6 +140,8 @@ class Launcher:
         self.last_launched = ""  # named when a later synchronisation fails
         self._calls = calls
         self._launch = calls.bindings.cuLaunchKernel
+        self._launch_ex = calls.bindings.cuLaunchKernelEx
+        self._overlaps = int("".join(filter(str.isdigit, arch))) >= _FIRST_EARLY_CAPABILITY
         self._streams = streams
         self._cache = cache
         self._kernels: dict[str, _Kernel] = {}
@@ -165,7 +173,12 @@ class Launcher:
         kernel.pack_into(kernel.slots, 0, *args)
         if shared_bytes > kernel.shared_limit:
             self._allow_shared(kernel, shared_bytes)
-        status = self._launch(kernel.function, *grid, block, 1, 1, shared_bytes, self._streams[stream], kernel.params_address, 0)[0]
+        if kernel.spec.early and self._overlaps:
+            where = (*grid, block, shared_bytes, stream)
+            configuration = kernel.configurations.get(where) or self._configure(kernel, where)
+            status = self._launch_ex(configuration, kernel.function, kernel.params_address, 0)[0]
+        else:
+            status = self._launch(kernel.function, *grid, block, 1, 1, shared_bytes, self._streams[stream], kernel.params_address, 0)[0]
         if status != 0:
             self._fail(kernel, grid, block, shared_bytes, int(status))
         self.last_launched = kernel.expression
@@ -175,6 +188,20 @@ class Launcher:
         self._kernels.clear()
         while self._modules:
             self._calls.bindings.cuModuleUnload(self._modules.pop())
+
+    def _configure(self, kernel: _Kernel, where: tuple[Any, ...]) -> Any:
+        """An early launch: it may begin when every block of the kernel before it has begun, and waits for the rest by itself."""
+        bindings = self._calls.bindings
+        attribute = bindings.CUlaunchAttribute()
+        attribute.id = bindings.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        made = bindings.CUlaunchConfig()
+        made.gridDimX, made.gridDimY, made.gridDimZ, made.blockDimX, made.sharedMemBytes = where[:5]
+        made.blockDimY = made.blockDimZ = 1
+        made.hStream = self._streams[where[5]]
+        made.attrs, made.numAttrs = [attribute], 1
+        kernel.configurations[where] = made
+        return made
 
     def _load(self, spec: KernelSpec) -> _Kernel:
         if not spec.compiles_for(self.arch):

@@ -34,20 +34,21 @@ def repack_bytes(weight: CudaWeight, num_rows: int) -> int:
     return 2 * num_rows * row_bytes(weight)
 
 
-def repack(launcher: Launcher, raw: DeviceArray, weight: CudaWeight, *, first_tile: int, num_rows: int) -> None:
-    """Moves num_rows rows, from row 16 * first_tile on, from the file's form into the planes of `weight`.
+def repack(launcher: Launcher, raw: DeviceArray, weight: CudaWeight, *, first_tile: int, num_rows: int, tile_step: int = 1) -> None:
+    """Moves num_rows rows from the file's form into the tiles first_tile, first_tile + tile_step, ... of the planes of `weight`.
 
     raw: u8 (at least num_rows * row_bytes,); num_rows: a multiple of 16 unless it ends the matrix. Writes the padding too, so that
     repacking all rows defines every byte of the planes. Reads and writes repack_bytes. Raises KernelError on other shapes.
     """
     form, fmt = weight.form, weight.form.format
-    first, end = first_tile * TILE_ROWS, first_tile * TILE_ROWS + num_rows
+    tiles = -(-num_rows // TILE_ROWS)
+    first = first_tile * TILE_ROWS
+    end = first + (tiles - 1) * tile_step * TILE_ROWS + num_rows - (tiles - 1) * TILE_ROWS
     if raw.dtype != "u8" or raw.nbytes < num_rows * row_bytes(weight):
         raise KernelError(f"repack: raw must be u8 with at least {num_rows * row_bytes(weight)} bytes, not {raw.dtype} {list(raw.shape)}")
-    if not 0 <= first < end <= weight.rows or (num_rows % TILE_ROWS and end != weight.rows):
+    if not 0 <= first < end <= weight.rows or tile_step < 1 or (num_rows % TILE_ROWS and end != weight.rows):
         raise KernelError(f"repack: rows {first} to {end} of {weight.rows} are no whole tiles of {TILE_ROWS}")
-    tiles = -(-num_rows // TILE_ROWS)
-    where = (np.int64(first_tile), np.int64(tiles), np.int64(num_rows), np.int32(weight.columns // fmt.elements), np.int32(form.spans))
+    where = (np.int64(first_tile), np.int64(tile_step), np.int64(tiles), np.int64(num_rows), np.int32(weight.columns // fmt.elements), np.int32(form.spans))
     for plane, target in zip(form.planes, weight.planes, strict=False):
         field = plane.field
         nbytes = tiles * form.spans * span_bytes(fmt, field)

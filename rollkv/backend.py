@@ -9,7 +9,7 @@ the calls; copies run on the stream they name; `record` and `wait` order streams
 once (the host backend does) or later, but never in an order that record and wait forbid.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
@@ -116,12 +116,9 @@ class Backend(Protocol):
         """Host copy after all COMPUTE work so far. Synchronous."""
         ...
 
-    def load_weight(self, tensor: TensorData) -> Weight:
-        """A matrix in multiplication form: quantised types stay quantised. Raises UnsupportedModelError for unknown types."""
-        ...
-
-    def load_vector(self, tensor: TensorData) -> Array:
-        """A norm weight or bias as f32 [columns]."""
+    def load_tensors(self, tensors: Iterable[TensorData]) -> Iterator[Operand]:
+        """Each tensor in turn: a matrix in multiplication form (quantised types stay quantised), a vector as f32 [columns].
+        Reads ahead, so take all, or close the iterator, before other calls. Raises UnsupportedModelError for unknown types."""
         ...
 
     def host_pages(self, label: str, num_pages: int, page_bytes: int) -> Any:

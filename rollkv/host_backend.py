@@ -5,7 +5,7 @@ that a missing wait shows as NaN or as stale cells.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal
@@ -106,12 +106,13 @@ class HostBackend:
     def read(self, array: HostArray) -> np.ndarray:
         return array.values.copy()
 
-    def load_weight(self, tensor: TensorData) -> HostWeight:
-        values = dequantise(tensor.qtype, tensor.raw, tensor.shape)
-        return HostWeight(tensor.name, np.array(values, self._precision))  # a copy: the file is closed after loading
-
-    def load_vector(self, tensor: TensorData) -> HostArray:
-        return self.upload(tensor.name, dequantise(tensor.qtype, tensor.raw, tensor.shape).reshape(-1))
+    def load_tensors(self, tensors: Iterable[TensorData]) -> Iterator[HostWeight | HostArray]:
+        for tensor in tensors:
+            values = dequantise(tensor.qtype, tensor.raw, tensor.shape)
+            if len(tensor.shape) == 1:
+                yield self.upload(tensor.name, values)
+            else:
+                yield HostWeight(tensor.name, np.array(values, self._precision))  # a copy: the file is closed after loading
 
     def host_pages(self, label: str, num_pages: int, page_bytes: int) -> np.ndarray:
         return np.full((num_pages, page_bytes), 0xFF, np.uint8)

@@ -101,12 +101,14 @@ class SynthFile(GgufFile):
 
     def make(self, name: str) -> np.ndarray:
         """The bytes of a tensor, uint8 [bytes], read-only. Raises KeyError for a name that the model does not have."""
-        if self._last is None or self._last[0] != name:
-            self._last = None  # its memory can be had before the next is made
-            made = self._make(name)
-            made.flags.writeable = False
-            self._last = (name, made)
-        return self._last[1]
+        last = self._last  # read once: threads that load ask for different tensors at the same time
+        if last is not None and last[0] == name:
+            return last[1]
+        self._last = last = None  # its memory can be had before the next is made
+        made = self._make(name)
+        made.flags.writeable = False
+        self._last = (name, made)
+        return made
 
     def __enter__(self) -> "SynthFile":
         return self

@@ -53,29 +53,25 @@ def load_weights(
     """Loads every used tensor; on_progress(done bytes, all bytes) after each."""
     used = used_tensors(config, tensors)
     total, done = sum(tensor.nbytes for tensor in used), 0
-    matrices: dict[str, Weight] = {}
-    vectors: dict[str, Array] = {}
-    for tensor in used:
-        if len(tensor.shape) == 2:
-            matrices[tensor.name] = backend.load_weight(tensor)
-        else:
-            vectors[tensor.name] = backend.load_vector(tensor)
+    loaded: dict[str, Any] = {}
+    for tensor, operand in zip(used, backend.load_tensors(used), strict=True):
+        loaded[tensor.name] = operand
         done += tensor.nbytes
         if on_progress is not None:
             on_progress(done, total)
-    layers = tuple(_layer(index, matrices, vectors) for index in range(config.num_layers))
-    token_embd = matrices["token_embd.weight"]
-    return ModelWeights(token_embd, vectors["output_norm.weight"], matrices.get("output.weight", token_embd), layers)
+    layers = tuple(_layer(index, loaded) for index in range(config.num_layers))
+    token_embd = loaded["token_embd.weight"]
+    return ModelWeights(token_embd, loaded["output_norm.weight"], loaded.get("output.weight", token_embd), layers)
 
 
 _MATRICES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+_NORMS = ("attn_norm", "ffn_norm")
 _BIASES = ("attn_q", "attn_k", "attn_v")
 _OPTIONAL_NORMS = ("attn_q_norm", "attn_k_norm", "post_attention_norm", "post_ffw_norm")
 
 
-def _layer(index: int, matrices: Mapping[str, Weight], vectors: Mapping[str, Array]) -> LayerWeights:
-    found: dict[str, Any] = {name: matrices[f"blk.{index}.{name}.weight"] for name in _MATRICES}
-    found |= {name: vectors[f"blk.{index}.{name}.weight"] for name in ("attn_norm", "ffn_norm")}
-    found |= {f"{name}_bias": vectors.get(f"blk.{index}.{name}.bias") for name in _BIASES}
-    found |= {name: vectors.get(f"blk.{index}.{name}.weight") for name in _OPTIONAL_NORMS}
+def _layer(index: int, loaded: Mapping[str, Any]) -> LayerWeights:
+    found = {name: loaded[f"blk.{index}.{name}.weight"] for name in (*_MATRICES, *_NORMS)}
+    found |= {f"{name}_bias": loaded.get(f"blk.{index}.{name}.bias") for name in _BIASES}
+    found |= {name: loaded.get(f"blk.{index}.{name}.weight") for name in _OPTIONAL_NORMS}
     return LayerWeights(**found)

@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parent.parent / "rollkv"
 
 KERNELS = (
     "add", "attn_decode", "attn_merge", "attn_prefill", "dequantise", "embed", "glu", "kv_append", "linear_rows", "repack", "rms_norm", "rope",
-    "round_rows",
+    "round_rows", "synth_noise",
 )  # fmt: skip
 
 # fmt: off
@@ -33,7 +33,7 @@ FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("F4 .. device and memory", ("cuda.context", "cuda.device", "cuda.graph", "cuda.memory", "cuda.environment")),
     ("F4 .. built on those", ("cuda.copies", "cuda.weights_gpu", "cuda.kernels.kv_format")),
     ("F4 .. one operation each", tuple(f"cuda.kernels.{name}" for name in KERNELS)),
-    ("F4 .. large products", ("cuda.gemm",)),
+    ("F4 .. large products, weights", ("cuda.gemm", "cuda.loading")),
     ("F4 .. all of it", ("cuda.backend", "cuda.report_kernels")),
     ("F5 state", ("weights", "kv_cache")),
     ("F6 the forward pass", ("model.step",)),

@@ -4,7 +4,7 @@ Everything is issued asynchronously; `read` and `synchronize` wait. Device memor
 loading nothing allocates. Used from the thread that made it.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
@@ -15,18 +15,19 @@ from rollkv.backend import DeviceUse, PageRun, Stream
 from rollkv.config import Dtype, LayerConfig, PageFormat, RopeConfig
 from rollkv.cuda import gemm
 from rollkv.cuda.context import Context
-from rollkv.cuda.copies import Copies, Event, Events
+from rollkv.cuda.copies import Copies, Event, Events, SlotRing
 from rollkv.cuda.device import DeviceArray, Launcher
 from rollkv.cuda.driver import DriverCalls, find_device
 from rollkv.cuda.graph import Graph, capture
-from rollkv.cuda.kernels import add, attn_decode, attn_merge, attn_prefill, embed, glu, kv_append, linear_rows, repack, rms_norm
+from rollkv.cuda.kernels import add, attn_decode, attn_merge, attn_prefill, embed, glu, kv_append, linear_rows, rms_norm
 from rollkv.cuda.kernels import rope as rotation
+from rollkv.cuda.loading import WeightLoader
 from rollkv.cuda.memory import HOST_CHUNK_BYTES, DeviceMemory, HostPages, PinnedMemory
 from rollkv.cuda.nvrtc import CubinCache, KernelSpec, arch_name, check_compiler
 from rollkv.cuda.weights_gpu import CudaWeight
 from rollkv.errors import DeviceError
 from rollkv.gguf_header import TensorData
-from rollkv.quants import TILE_ROWS, dequantise, device_bytes
+from rollkv.quants import device_bytes
 from rollkv.workspace import GEMM_WORKSPACE_BYTES, MAX_FEW_ROWS
 
 _NUMPY: dict[str, type] = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16, "i32": np.int32, "u8": np.uint8}
@@ -71,7 +72,8 @@ class CudaBackend:
         self._memory = DeviceMemory(self._calls, cap_bytes, self._context.used_bytes)
         self._pinned = PinnedMemory(self._calls, host_chunk_bytes, warn)
         self._events = Events(self._calls, streams)
-        self._copies = Copies(self._calls, streams, self._events, self._pinned)
+        self._slots = SlotRing(self._events, self._pinned)
+        self._copies = Copies(self._calls, streams, self._events, self._slots)
         self._ropes: dict[RopeConfig, tuple[DeviceArray, float]] = {}
         self._scratch: _LinearScratch | None = None
         self._graphs: list[Graph] = []
@@ -96,7 +98,7 @@ class CudaBackend:
 
     @property
     def pinned_bytes(self) -> int:
-        """Pinned host memory, the staging buffer included."""
+        """Pinned host memory, the slots that pageable memory passes through included."""
         return self._pinned.pinned_bytes
 
     def memory_used_bytes(self) -> int:
@@ -156,29 +158,26 @@ class CudaBackend:
             raise
         return values
 
-    def load_weight(self, tensor: TensorData) -> CudaWeight:
-        """Streams the raw blocks through the pinned stage and the slab, some tiles of 16 rows at a time, and splits them into planes on
-        the device: host memory stays at the size of the stage."""
+    def load_tensors(self, tensors: Iterable[TensorData]) -> Iterator[CudaWeight | DeviceArray]:
+        """Host memory stays at the size of the pinned slots."""
         if self._scratch is None:
-            raise ValueError("load_weight: call reserve_linear first")
-        slab, nbytes = self._scratch.slab, device_bytes(tensor.qtype, tensor.shape)
-        weight = CudaWeight(tensor.name, tensor.shape, tensor.qtype, self.empty(tensor.name, (nbytes,), "u8"))
-        row_bytes = repack.row_bytes(weight)
-        tiles_at_once = slab.nbytes // (row_bytes * TILE_ROWS)
-        if tiles_at_once == 0:
-            raise ValueError(
-                f"load_weight: {TILE_ROWS} rows of {tensor.name} take {row_bytes * TILE_ROWS} bytes; the slab has {slab.nbytes}"
-            )
-        raw = tensor.raw  # once: a synthetic tensor makes it on demand
-        for first in range(0, weight.rows, tiles_at_once * TILE_ROWS):
-            rows = min(tiles_at_once * TILE_ROWS, weight.rows - first)
-            part = raw[first * row_bytes : (first + rows) * row_bytes]
-            self._copies.upload(slab.ptr, part.ctypes.data, part.nbytes)
-            repack.repack(self.launcher, slab, weight, first_tile=first // TILE_ROWS, num_rows=rows)
+            raise ValueError("load_tensors: call reserve_linear first")
+        pairs = [(tensor, self._target(tensor)) for tensor in tensors]
+        loader = WeightLoader(self._calls, self._context.streams, self._events, self.launcher, self._slots, self._scratch.slab)
+        for _, (_, target) in zip(loader.load(pairs), pairs, strict=True):
+            yield target
+
+    def load_weight(self, tensor: TensorData) -> CudaWeight:
+        """One matrix alone."""
+        (weight,) = self.load_tensors([tensor])
+        assert isinstance(weight, CudaWeight)
         return weight
 
-    def load_vector(self, tensor: TensorData) -> DeviceArray:
-        return self.upload(tensor.name, dequantise(tensor.qtype, tensor.raw, tensor.shape).reshape(-1))
+    def _target(self, tensor: TensorData) -> CudaWeight | DeviceArray:
+        if len(tensor.shape) == 1:
+            return self.empty(tensor.name, tensor.shape, "f32")
+        memory = self.empty(tensor.name, (device_bytes(tensor.qtype, tensor.shape),), "u8")
+        return CudaWeight(tensor.name, tensor.shape, tensor.qtype, memory)
 
     def host_pages(self, label: str, num_pages: int, page_bytes: int) -> HostPages:
         return self._pinned.pages(label, num_pages, page_bytes)

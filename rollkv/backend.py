@@ -87,6 +87,11 @@ class Backend(Protocol):
     def name(self) -> str: ...
 
     # -- memory ----------------------------------------------------------------------------------------------------------------
+    def prepare(self, rehearse: Callable[["Backend"], None]) -> None:
+        """Loads what a run needs besides its arena: code, and what libraries keep, so that device_use tells it from then on.
+        `rehearse` goes through the run's steps on the backend it is given, which issues nothing."""
+        ...
+
     def reserve(self, num_bytes: int) -> None:
         """Takes num_bytes of device memory at once; `empty`, `upload` and the weights live in it from then on.
         So use is flat after loading, and what the plan says is what is taken."""

@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 
 from rollkv.backend import Array, Backend
-from rollkv.budget import DEFAULT_MODULES_BYTES, Budget, DeviceOverhead, check_host_tail, plan_budget
+from rollkv.budget import Budget, DeviceOverhead, check_host_tail, plan_budget
 from rollkv.config import CacheConfig, ModelConfig, SamplingParams
 from rollkv.errors import CheckFailed, DeviceError, OutOfMemoryError, UsageError
 from rollkv.gguf_file import GgufFile
@@ -18,6 +18,7 @@ from rollkv.host_memory import host_memory
 from rollkv.kv_cache import KVCache
 from rollkv.model.decode import Decoder
 from rollkv.model.forward import enter, forward, logits
+from rollkv.model.rehearsal import rehearse
 from rollkv.model.step import Model
 from rollkv.model_config import model_config
 from rollkv.quants import device_bytes
@@ -286,7 +287,7 @@ def load(
             warn(
                 f"the context of {cache.ctx_size} cells is longer than the {config.context_length} that {config.name or path} was trained for"
             )
-        machine = _open_backend(backend, device, warn)
+        machine = _open_backend(backend, device, vram_target, warn)
         try:
             return load_on(machine, file, config, cache, vram_target, on_load)
         except BaseException:
@@ -305,10 +306,13 @@ def load_on(
     """As load, on an open file and a backend of the caller's, which stays open if this fails."""
     use, limit, overhead = machine.device_use(), vram_target, None
     if use is not None:
-        modules = max(use.modules_bytes, DEFAULT_MODULES_BYTES)  # kernels load as they are first used
-        overhead = DeviceOverhead(use.context_bytes, modules, measured=True)
         available = use.free_bytes + use.context_bytes + use.modules_bytes
         limit = vram_target or available
+        budget_of(file, config, cache, limit, DeviceOverhead(use.context_bytes, 0, measured=True))  # what cannot fit is refused first
+        machine.prepare(lambda backend: rehearse(backend, config, cache, file.tensors))
+        use = machine.device_use()
+        assert use is not None
+        overhead = DeviceOverhead(use.context_bytes, use.modules_bytes, measured=True)
     budget = budget_of(file, config, cache, limit, overhead)
     if use is not None and budget.total_bytes > available:
         raise OutOfMemoryError(
@@ -320,13 +324,13 @@ def load_on(
     return Engine(machine, file, config, cache, budget, on_load)
 
 
-def _open_backend(name: BackendName, device: int, warn: Callable[[str], None]) -> Backend:
+def _open_backend(name: BackendName, device: int, cap_bytes: int | None, warn: Callable[[str], None]) -> Backend:
     if name == "host":
         return HostBackend()
     from rollkv.cuda.backend import CudaBackend  # here, so that host runs and plans do not wait for the bindings
 
     try:
-        return CudaBackend(device, warn=warn)
+        return CudaBackend(device, cap_bytes=cap_bytes, warn=warn)  # which refuses whatever the plan forgot
     except DeviceError as error:
         if name == "cuda":
             raise

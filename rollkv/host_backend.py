@@ -79,6 +79,9 @@ class HostBackend:
         self._done = dict.fromkeys(Stream, 0)
 
     # -- memory ----------------------------------------------------------------------------------------------------------------
+    def prepare(self, rehearse: Callable[[Any], None]) -> None:
+        """There is nothing to load."""
+
     def reserve(self, num_bytes: int) -> None:
         """NumPy allocates array by array."""
 

@@ -92,9 +92,7 @@ class SynthFile(GgufFile):
         self.shards = (self.path,)
         self.metadata: Mapping[str, object] = _metadata(shape)
         self._plans = plan_tensors(shape, self._draw)
-        self.tensors: dict[str, TensorData] = {
-            name: SynthTensor(self, name, plan) for name, plan in self._plans.items()
-        }
+        self.tensors: dict[str, TensorData] = {name: SynthTensor(self, name, plan) for name, plan in self._plans.items()}
         self.size_bytes = sum(raw_bytes(tensor.qtype, tensor.shape) for tensor in self.tensors.values())
         self._maps = []
         self._last: tuple[str, np.ndarray] | None = None

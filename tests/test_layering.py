@@ -40,7 +40,7 @@ FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("F6 .. shared blocks", ("model.blocks",)),
     ("F6 .. families", ("model.llama", "model.gemma3")),
     ("F6 .. all layers", ("model.forward",)),
-    ("F6 .. one token at a time", ("model.decode",)),
+    ("F6 .. one token at a time; a run gone through", ("model.decode", "model.rehearsal")),
     ("F7 the loop", ("engine",)),
     ("F8 tasks and printing", ("tasks.generate", "tasks.logit_equiv", "tasks.record", "tasks.ceilings", "tasks.ladder", "report")),
     ("F8 .. from those", ("tasks.haystack", "tasks.ladder_rows")),

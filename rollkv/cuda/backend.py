@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 
-from rollkv.backend import DeviceUse, PageRun, Stream
+from rollkv.backend import Backend, DeviceUse, PageRun, Stream
 from rollkv.config import Dtype, LayerConfig, PageFormat, RopeConfig
 from rollkv.cuda import gemm
 from rollkv.cuda.context import Context
@@ -19,7 +20,19 @@ from rollkv.cuda.copies import Copies, Event, Events, SlotRing
 from rollkv.cuda.device import DeviceArray, Launcher
 from rollkv.cuda.driver import DriverCalls, find_device
 from rollkv.cuda.graph import Graph, capture
-from rollkv.cuda.kernels import add, attn_decode, attn_merge, attn_prefill, embed, glu, kv_append, linear_rows, rms_norm
+from rollkv.cuda.kernels import (
+    add,
+    attn_decode,
+    attn_merge,
+    attn_prefill,
+    embed,
+    glu,
+    kv_append,
+    linear_rows,
+    repack,
+    rms_norm,
+    synth_noise,
+)
 from rollkv.cuda.kernels import rope as rotation
 from rollkv.cuda.loading import WeightLoader
 from rollkv.cuda.memory import HOST_CHUNK_BYTES, DeviceMemory, HostPages, PinnedMemory
@@ -28,7 +41,9 @@ from rollkv.cuda.weights_gpu import CudaWeight
 from rollkv.errors import DeviceError
 from rollkv.gguf_header import TensorData
 from rollkv.quants import device_bytes
-from rollkv.workspace import GEMM_WORKSPACE_BYTES, MAX_FEW_ROWS
+from rollkv.synth import SynthTensor
+from rollkv.units import round_up
+from rollkv.workspace import ALIGNMENT, GEMM_WORKSPACE_BYTES, MAX_FEW_ROWS
 
 _NUMPY: dict[str, type] = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16, "i32": np.int32, "u8": np.uint8}
 _OURS: dict[str, Dtype] = {"float32": "f32", "int32": "i32", "uint8": "u8"}
@@ -75,6 +90,7 @@ class CudaBackend:
         self._slots = SlotRing(self._events, self._pinned)
         self._copies = Copies(self._calls, streams, self._events, self._slots)
         self._ropes: dict[RopeConfig, tuple[DeviceArray, float]] = {}
+        self._gemm: gemm.Gemm | None = None
         self._scratch: _LinearScratch | None = None
         self._graphs: list[Graph] = []
         self._closed = False
@@ -93,7 +109,7 @@ class CudaBackend:
 
     @property
     def modules_bytes(self) -> int:
-        """What the process holds beside context and arena: grows with the kernels loaded so far; call `prepare` first."""
+        """What the process holds beside context and arena: code, and what libraries keep. Complete behind `prepare`, but for recorded steps."""
         return max(self._context.used_bytes() - self.context_bytes - self._memory.slab_bytes, 0)
 
     @property
@@ -116,9 +132,27 @@ class CudaBackend:
     def reserve(self, num_bytes: int) -> None:
         self._memory.reserve(num_bytes)
 
-    def prepare(self, specs: Iterable[KernelSpec]) -> None:
-        """Compiles and loads kernels ahead, so that their memory is taken before the first token."""
-        self.launcher.prepare(specs)
+    def prepare(self, rehearse: Callable[[Backend], None]) -> None:
+        rehearsal = _Rehearsal(self)
+        rehearse(rehearsal)
+        self.launcher.prepare(rehearsal.launcher.specs)
+        if rehearsal.products and self._gemm is None:
+            self._warm_up(tuple(rehearsal.products))
+
+    def _warm_up(self, products: tuple[gemm.Product, ...]) -> None:
+        """Makes every product once, in borrowed memory: the vendor library loads its kernels at their first use."""
+        x16 = 2 * max(p.rows * p.columns for p in products)
+        weight16 = round_up(2 * max(p.outputs * p.columns for p in products), ALIGNMENT)
+        out = round_up(4 * max(p.rows * p.all_outputs for p in products), ALIGNMENT)
+        total = GEMM_WORKSPACE_BYTES + weight16 + out + x16
+        with self._memory.borrowed("products to warm up with", total) as address:
+            room = DeviceArray(address, (total,), "u8")
+            self._gemm = gemm.Gemm(self._context.streams[Stream.COMPUTE], room.view((GEMM_WORKSPACE_BYTES,)))
+            for p in products:
+                weight = room.view((p.outputs, p.columns), "f16", GEMM_WORKSPACE_BYTES)
+                result = room.view((p.rows, p.all_outputs), "f32", GEMM_WORKSPACE_BYTES + weight16)
+                self._gemm.multiply(room.view((p.rows, p.columns), "f16", GEMM_WORKSPACE_BYTES + weight16 + out), weight, result)
+            self.synchronize()
 
     def reserve_linear(self, max_rows: int, max_columns: int, slab_bytes: int) -> None:
         """Scratch of `linear` for up to max_rows rows of up to max_columns columns, and of `load_weight`; the bytes are those of
@@ -132,7 +166,10 @@ class CudaBackend:
         x16 = self.empty("f16 activations", (max_rows, max_columns), "f16")
         row_scale = self.empty("row scales", (max_rows,), "f32")
         workspace = self.empty("cuBLAS", (GEMM_WORKSPACE_BYTES,), "u8")
-        self._scratch = _LinearScratch(slab, x16, row_scale, gemm.Gemm(self._context.streams[Stream.COMPUTE], workspace))
+        if self._gemm is None:
+            self._gemm = gemm.Gemm(self._context.streams[Stream.COMPUTE], workspace)
+        self._gemm.use_workspace(workspace)
+        self._scratch = _LinearScratch(slab, x16, row_scale, self._gemm)
 
     def empty(self, label: str, shape: tuple[int, ...], dtype: Dtype) -> DeviceArray:
         described = DeviceArray(0, shape, dtype)
@@ -234,9 +271,9 @@ class CudaBackend:
         with suppress(DeviceError):
             self.synchronize()
         with suppress(DeviceError):
-            if self._scratch is not None and self._scratch.gemm is not None:
-                self._scratch.gemm.close()
-        self._scratch = None
+            if self._gemm is not None:
+                self._gemm.close()
+        self._gemm = self._scratch = None
         self._ropes.clear()
         while self._graphs:
             self._graphs.pop().close()
@@ -316,3 +353,80 @@ class CudaBackend:
 
     def add(self, x: DeviceArray, y: DeviceArray) -> None:
         add.add(self.launcher, x, y)
+
+
+class _SpecList(Launcher):
+    """A launcher that launches nothing and keeps what it was asked for."""
+
+    def __init__(self, real: Launcher) -> None:
+        self.__dict__.update(real.__dict__)
+        self.specs: dict[KernelSpec, None] = {}
+
+    def launch(self, spec: KernelSpec, grid: Any, block: int, *args: Any, shared_bytes: int = 0, stream: Stream = Stream.COMPUTE) -> None:
+        self.specs[spec] = None
+
+
+class _ProductList(gemm.Gemm):
+    """Stands for the vendor library and keeps what it was asked for."""
+
+    def __init__(self) -> None:
+        self.products: dict[gemm.Product, None] = {}
+
+    def multiply(self, x16: DeviceArray, weight16: DeviceArray, out: DeviceArray, *, first_column: int = 0) -> None:
+        self.products[gemm.Product(x16.shape[0], x16.shape[1], weight16.shape[0], out.shape[1])] = None
+
+
+class _Rehearsal(CudaBackend):
+    """The operations of a backend without their effect: all parts are the real one's but those that take memory or issue work."""
+
+    launcher: _SpecList
+    _ADDRESS = 1 << 20  # never followed
+
+    def __init__(self, real: CudaBackend) -> None:
+        self.__dict__.update(real.__dict__)
+        self.launcher = _SpecList(real.launcher)
+        self._list = _ProductList()
+        self._scratch = None
+        self._ropes = {}
+
+    @property
+    def products(self) -> dict[gemm.Product, None]:
+        return self._list.products
+
+    def reserve_linear(self, max_rows: int, max_columns: int, slab_bytes: int) -> None:
+        slab, x16 = self.empty("", (slab_bytes,), "u8"), self.empty("", (max_rows, max_columns), "f16")
+        self._scratch = _LinearScratch(slab, x16, self.empty("", (max_rows,), "f32"), self._list)
+
+    def empty(self, label: str, shape: tuple[int, ...], dtype: Dtype) -> DeviceArray:
+        return DeviceArray(self._ADDRESS, shape, dtype)
+
+    def write(self, array: DeviceArray, values: np.ndarray) -> None:
+        pass
+
+    def load_tensors(self, tensors: Iterable[TensorData]) -> Iterator[CudaWeight | DeviceArray]:
+        for tensor in tensors:
+            target = self._target(tensor)
+            if isinstance(target, CudaWeight):
+                raw = self.empty("", (target.rows * repack.row_bytes(target),), "u8")
+                if isinstance(tensor, SynthTensor):
+                    synth_noise.synth_noise(self.launcher, tensor.noise, raw, first_block=0, num_blocks=1)
+                repack.repack(self.launcher, raw, target, first_tile=0, num_rows=target.rows)
+            yield target
+
+    def host_pages(self, label: str, num_pages: int, page_bytes: int) -> HostPages:
+        return HostPages(page_bytes, 0, ())
+
+    def record(self, stream: Stream) -> Any:
+        return None
+
+    def wait(self, stream: Stream, event: Any) -> None:
+        pass
+
+    def copy_in(self, run: PageRun, host: HostPages) -> None:
+        pass
+
+    def copy_out(self, run: PageRun, host: HostPages) -> None:
+        pass
+
+    def copy_page(self, source: DeviceArray, source_slot: int, target: DeviceArray, target_slot: int) -> None:
+        pass

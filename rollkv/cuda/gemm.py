@@ -4,7 +4,7 @@ A result depends on its shape alone: one stream, one workspace of a fixed size, 
 by the size of the scratch memory, never by what else is resident, so the same call gives the same bits in every run.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,6 +18,16 @@ from rollkv.quants import TILE_ROWS
 
 _R_16F, _R_32F = 2, 0  # cudaDataType_t
 _INSTALL = 'pip install "rollkv[cuda]" brings it'
+
+
+class Product(NamedTuple):
+    """What the library chooses its kernels by: out[:, :outputs] = x16 weight16^T with x16 (rows, columns), weight16 (outputs, columns), out
+    (rows, all_outputs)."""
+
+    rows: int
+    columns: int
+    outputs: int
+    all_outputs: int
 
 
 class Gemm:
@@ -38,11 +48,15 @@ class Gemm:
         self._handle = self._call(cublas.create)
         try:
             self._call(cublas.set_stream, self._handle, int(stream))
-            self._call(cublas.set_workspace, self._handle, workspace.ptr, workspace.nbytes)  # after the stream: setting that resets it
+            self.use_workspace(workspace)  # after the stream: setting that resets it
             self._call(cublas.set_math_mode, self._handle, cublas.Math.DISALLOW_REDUCED_PRECISION_REDUCTION)
         except DeviceError:
             self.close()
             raise
+
+    def use_workspace(self, workspace: DeviceArray) -> None:
+        """Works in other memory from now on. No product may be under way."""
+        self._call(self._cublas.set_workspace, self._handle, workspace.ptr, workspace.nbytes)
 
     def _call(self, function: Any, *args: Any) -> Any:
         try:

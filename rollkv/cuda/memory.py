@@ -9,6 +9,7 @@ import mmap
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,9 +17,8 @@ import numpy as np
 from rollkv.cuda.driver import DriverCalls, DriverError
 from rollkv.errors import OutOfMemoryError
 from rollkv.units import MIB, format_size, round_up
+from rollkv.workspace import ALIGNMENT, GRANULE_BYTES
 
-ALIGNMENT = 256
-GRANULE_BYTES = 2 * MIB
 HOST_CHUNK_BYTES = 256 * MIB
 SLOT_BYTES = 8 * MIB  # of a pinned slot: a copy of 8 MiB reaches 97 % of the link's rate
 NUM_SLOTS = 8
@@ -67,6 +67,16 @@ class DeviceMemory:
         slab.used += size
         self.accounts[label] = self.accounts.get(label, 0) + num_bytes
         return address
+
+    @contextmanager
+    def borrowed(self, label: str, num_bytes: int) -> Iterator[int]:
+        """Address of num_bytes that go back at the end of the block. Raises OutOfMemoryError."""
+        slab = self._grow(label, num_bytes)
+        try:
+            yield slab.address
+        finally:
+            self._slabs.remove(slab)
+            self._calls.bindings.cuMemFree(slab.address)
 
     def close(self) -> None:
         """Frees everything. May be called twice, also after the device has failed."""

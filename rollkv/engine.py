@@ -21,6 +21,7 @@ from rollkv.model.forward import enter, forward, logits
 from rollkv.model.rehearsal import rehearse
 from rollkv.model.step import Model
 from rollkv.model_config import model_config
+from rollkv.phases import Phases
 from rollkv.quants import device_bytes
 from rollkv.sampling import Sampler
 from rollkv.synth import open_model
@@ -74,8 +75,16 @@ class Engine:
     """One model, one sequence. Everything on the device is allocated by the time the constructor returns."""
 
     def __init__(
-        self, backend: Backend, file: GgufFile, config: ModelConfig, cache: CacheConfig, budget: Budget, on_load: Progress | None = None
+        self,
+        backend: Backend,
+        file: GgufFile,
+        config: ModelConfig,
+        cache: CacheConfig,
+        budget: Budget,
+        on_load: Progress | None = None,
+        phases: Phases | None = None,
     ) -> None:
+        phases = phases or Phases()
         self.backend = backend
         self.config = config
         self.cache_config = cache
@@ -85,7 +94,10 @@ class Engine:
         backend.reserve_linear(min(cache.ubatch, cache.ctx_size), widest_input(config), SLAB_BYTES)
         self._cache = KVCache(backend, config, cache, budget)
         workspace = {name: backend.empty(name, spec.shape, spec.dtype) for name, spec in workspace_arrays(config, cache).items()}
+        phases.ends("memory")
         weights = load_weights(backend, config, file.tensors, on_load)
+        backend.synchronize()
+        phases.ends("weights")
         self._model = Model(backend, config, weights, self._cache, workspace, ropes_of(config))
         self._decoder = Decoder(self._model)
 
@@ -275,21 +287,25 @@ def load(
     device: int = 0,
     warn: Callable[[str], None] = lambda message: None,
     on_load: Progress | None = None,
+    phases: Phases | None = None,
 ) -> Engine:
     """Opens a model and allocates everything; refuses before the weights load whatever would not fit.
 
-    vram_target: bytes this process may hold on the device, context included; None: what is free. `warn` takes one-line messages.
-    Raises ModelFileError, UnsupportedModelError, OutOfMemoryError, DeviceError, UsageError.
+    vram_target: bytes this process may hold on the device, context included; None: what is free. `warn` takes one-line messages, `phases`
+    the time of each part of loading. Raises ModelFileError, UnsupportedModelError, OutOfMemoryError, DeviceError, UsageError.
     """
+    phases = phases or Phases()
     with open_model(path) as file:
         config = model_config(file)
+        phases.ends("header")
         if cache.ctx_size > config.context_length:
             warn(
                 f"the context of {cache.ctx_size} cells is longer than the {config.context_length} that {config.name or path} was trained for"
             )
         machine = _open_backend(backend, device, vram_target, warn)
+        phases.ends("device")
         try:
-            return load_on(machine, file, config, cache, vram_target, on_load)
+            return load_on(machine, file, config, cache, vram_target, on_load, phases)
         except BaseException:
             machine.close()
             raise
@@ -302,8 +318,10 @@ def load_on(
     cache: CacheConfig,
     vram_target: int | None = None,
     on_load: Progress | None = None,
+    phases: Phases | None = None,
 ) -> Engine:
     """As load, on an open file and a backend of the caller's, which stays open if this fails."""
+    phases = phases or Phases()
     use, limit, overhead = machine.device_use(), vram_target, None
     if use is not None:
         available = use.free_bytes + use.context_bytes + use.modules_bytes
@@ -320,8 +338,9 @@ def load_on(
             "free device memory, or lower --vram-target"
         )
     check_host_tail(budget, host_memory())
+    phases.ends("code")
     machine.reserve(budget.arena_bytes)
-    return Engine(machine, file, config, cache, budget, on_load)
+    return Engine(machine, file, config, cache, budget, on_load, phases)
 
 
 def _open_backend(name: BackendName, device: int, cap_bytes: int | None, warn: Callable[[str], None]) -> Backend:

@@ -19,7 +19,7 @@ KERNELS = (
 # fmt: off
 FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("F0 errors", ("errors",)),
-    ("F0 .. words", ("units",)),
+    ("F0 .. words", ("units", "phases")),
     ("F1 facts", ("config",)),
     ("F2 files and pure functions",
      ("gguf_header", "quants", "pretokenizers", "vocabulary", "score_merge", "chat_sandbox", "sampling", "stop_strings", "pages", "rope", "host_memory", "models",

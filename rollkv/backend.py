@@ -9,7 +9,7 @@ the calls; copies run on the stream they name; `record` and `wait` order streams
 once (the host backend does) or later, but never in an order that record and wait forbid.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
@@ -56,8 +56,35 @@ class Weight(Protocol):
     def nbytes(self) -> int: ...
 
 
+@dataclass(frozen=True)
+class Loadable:
+    """Tensors that are loaded as one: vectors one behind the other, or matrices of one type and width one above the other, all but the last with
+    whole tiles of 16 rows. paired: the tiles of two matrices of one shape by turns, for feed_forward."""
+
+    tensors: tuple[TensorData, ...]
+    paired: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.tensors[0].name
+
+    @property
+    def qtype(self) -> str:
+        return self.tensors[0].qtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(rows, columns) or (columns,) of the whole."""
+        return (sum(tensor.shape[0] for tensor in self.tensors), *self.tensors[0].shape[1:])
+
+    @property
+    def nbytes(self) -> int:
+        """In the file."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
 Operand = Any  # an Array or Weight made by the same backend
-Stack = tuple[Weight, ...]  # matrices with the same input, one above the other: together [N, K], in as few parts as the backend can make of them
+Stack = tuple[Any, ...]  # Weights of one backend: matrices with the same input, one above the other: together [N, K]
 
 
 @dataclass(frozen=True)
@@ -108,6 +135,11 @@ class Backend(Protocol):
     def name(self) -> str: ...
 
     # -- memory ----------------------------------------------------------------------------------------------------------------
+    def prepare(self, rehearse: Callable[["Backend"], None]) -> None:
+        """Loads what a run needs besides its arena: code, and what libraries keep, so that device_use tells it from then on.
+        `rehearse` goes through the run's steps on the backend it is given, which issues nothing."""
+        ...
+
     def reserve(self, num_bytes: int) -> None:
         """Takes num_bytes of device memory at once; `empty`, `upload` and the weights live in it from then on.
         So use is flat after loading, and what the plan says is what is taken."""
@@ -138,16 +170,9 @@ class Backend(Protocol):
         """Host copy after all COMPUTE work so far. Synchronous."""
         ...
 
-    def load_weight(self, tensor: TensorData) -> Weight:
-        """A matrix in multiplication form: quantised types stay quantised. Raises UnsupportedModelError for unknown types."""
-        ...
-
-    def load_stack(self, tensors: Sequence[TensorData], *, paired: bool = False) -> Stack:
-        """Matrices that multiply the same input. paired: two of one shape, whose results meet row by row (gate and up)."""
-        ...
-
-    def load_vector(self, tensor: TensorData) -> Array:
-        """A norm weight or bias as f32 [columns]."""
+    def load(self, parts: Iterable[Loadable]) -> Iterator[Operand]:
+        """Each part in turn: a matrix in multiplication form (quantised types stay quantised), a vector as f32 [columns].
+        Reads ahead, so take all, or close the iterator, before other calls. Raises UnsupportedModelError for unknown types."""
         ...
 
     def host_pages(self, label: str, num_pages: int, page_bytes: int) -> Any:
@@ -222,17 +247,15 @@ class Backend(Protocol):
         *,
         add: bool = False,
     ) -> None:
-        """out = (activation(norm(x) gate^T) * (norm(x) up^T)) down^T, or out += that. x f32 [T, K], which out may be; gate_up, loaded as a
-        pair, [2 F, K]; down [N, F]; out f32 [T, N]; scratch f32 [T, 2 F]. Bits as those of `linear`."""
+        """out = (activation(norm(x) gate^T) * (norm(x) up^T)) down^T, or out += that. x f32 [T, K], which out may be; gate_up [2 F, K], one
+        paired matrix or two; down [N, F]; out f32 [T, N]; scratch f32 [T, 2 F]. Bits as those of `linear`."""
         ...
 
     def rope_table(self, rope: RopeConfig, position: Operand, out: Operand) -> None:
         """out[t] = (cos, sin) of (position[0] + t) * frequency, times the magnitude. position i32 [1]; out f32 [T, dim/2, 2]."""
         ...
 
-    def append(
-        self, projected: Projected, position: Operand, runs: tuple[PageRun, ...], page: PageFormat, first_position: int
-    ) -> None:
+    def append(self, projected: Projected, position: Operand, runs: tuple[PageRun, ...], page: PageFormat, first_position: int) -> None:
         """Norms and rotates queries into projected.q, and keys likewise, rounded to the page's types as the values are, into cells
         first_position + t of the pages of `runs`, which lie in order and cover all of them. position i32 [1] holds first_position on the
         device."""

@@ -12,13 +12,13 @@ from rollkv.host_memory import HostMemory
 from rollkv.pages import fresh_pages, pages_for, sliding_ring_pages
 from rollkv.stream_plan import RingShape
 from rollkv.units import MIB, format_size, round_up
-from rollkv.workspace import ALIGNMENT, arena_bytes, workspace_arrays
+from rollkv.workspace import ALIGNMENT, GRANULE_BYTES, arena_bytes, workspace_arrays
 
 # Without a device to measure: a bare context (518 MiB on an H200 with driver 580). Kernels, those of cuBLAS included, and recorded steps come
 # on top as they are first used: 69 MiB for SmolLM2 on the same card.
 DEFAULT_CONTEXT_BYTES = 520 * MIB
 DEFAULT_MODULES_BYTES = 96 * MIB
-SLACK_BYTES = 4 * MIB
+SLACK_BYTES = 4 * MIB  # at least: the arena is taken in whole granules
 RING_SLOTS = 4  # four slots of 16 MiB keep a PCIe 5 link busy (54.9 of 55 GB/s); smaller pieces lose to their own latency
 RING_PIECE_BYTES = 16 * MIB
 
@@ -155,10 +155,10 @@ class _Planner:
         assert self.cap_bytes is not None
         smallest = self._budget(1, total, slot_pages)
         sizes = dict(smallest.device)
-        fixed = smallest.total_bytes - sum(sizes.get(name, 0) for name in ("resident window", "fresh pages", "staging ring"))
+        fixed = smallest.total_bytes - sum(sizes.get(name, 0) for name in ("resident window", "fresh pages", "staging ring", "slack"))
         page_bytes = sum(self.cache.page_format(layer).page_bytes for layer in self.config.layers if layer.sliding_window is None)
         # Ring and fresh pages shrink as the window grows, so begin at the bound without them and walk down: a few dozen steps at most.
-        window = max(1, min(total - 1, (self.cap_bytes - fixed) // page_bytes))
+        window = max(1, min(total - 1, (self.cap_bytes - fixed - SLACK_BYTES) // page_bytes))
         while window > 1 and self._budget(window, total, slot_pages).total_bytes > self.cap_bytes:
             window -= 1
         return window
@@ -188,8 +188,9 @@ class _Planner:
             ("fresh pages", 2 * round_up(fresh * max(full), ALIGNMENT) if fresh else 0),
             *((f"workspace: {name}", round_up(spec.nbytes, ALIGNMENT)) for name, spec in workspace_arrays(self.config, cache).items()),
             *((f"workspace: {name}", round_up(size, ALIGNMENT)) for name, size in self.linear_bytes.items()),
-            ("slack", SLACK_BYTES),
         ]
+        arena = sum(size for _, size in lines) - self.overhead.context_bytes - self.overhead.modules_bytes
+        lines.append(("slack", round_up(arena + SLACK_BYTES, GRANULE_BYTES) - arena))
         return Budget(
             device=tuple((name, size) for name, size in lines if size),
             cap_bytes=self.cap_bytes,

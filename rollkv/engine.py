@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 
 from rollkv.backend import Array, Backend
-from rollkv.budget import DEFAULT_MODULES_BYTES, Budget, DeviceOverhead, check_host_tail, plan_budget
+from rollkv.budget import Budget, DeviceOverhead, check_host_tail, plan_budget
 from rollkv.config import CacheConfig, ModelConfig, SamplingParams
 from rollkv.errors import CheckFailed, DeviceError, OutOfMemoryError, UsageError
 from rollkv.gguf_file import GgufFile
@@ -18,14 +18,15 @@ from rollkv.host_memory import host_memory
 from rollkv.kv_cache import KVCache
 from rollkv.model.decode import Decoder
 from rollkv.model.forward import enter, forward, logits
+from rollkv.model.rehearsal import rehearse
 from rollkv.model.step import Model
 from rollkv.model_config import model_config
-from rollkv.quants import device_bytes
+from rollkv.phases import Phases
 from rollkv.sampling import Sampler
 from rollkv.synth import open_model
 from rollkv.units import format_size
-from rollkv.weights import load_weights, used_tensors
-from rollkv.workspace import MAX_FEW_ROWS, SLAB_BYTES, linear_scratch, ropes_of, widest_input, workspace_arrays
+from rollkv.weights import load_weights, weight_bytes
+from rollkv.workspace import MAX_FEW_ROWS, SLAB_BYTES, linear_scratch, ropes_of, widest_added, widest_input, workspace_arrays
 
 BackendName = Literal["auto", "cuda", "host"]
 Progress = Callable[[int, int], None]
@@ -73,18 +74,29 @@ class Engine:
     """One model, one sequence. Everything on the device is allocated by the time the constructor returns."""
 
     def __init__(
-        self, backend: Backend, file: GgufFile, config: ModelConfig, cache: CacheConfig, budget: Budget, on_load: Progress | None = None
+        self,
+        backend: Backend,
+        file: GgufFile,
+        config: ModelConfig,
+        cache: CacheConfig,
+        budget: Budget,
+        on_load: Progress | None = None,
+        phases: Phases | None = None,
     ) -> None:
+        phases = phases or Phases()
         self.backend = backend
         self.config = config
         self.cache_config = cache
         self.budget = budget
         self.stats = Stats(cap_bytes=budget.cap_bytes)
         self._position = 0
-        backend.reserve_linear(min(cache.ubatch, cache.ctx_size), widest_input(config), SLAB_BYTES)
+        backend.reserve_linear(min(cache.ubatch, cache.ctx_size), widest_input(config), widest_added(config), SLAB_BYTES)
         self._cache = KVCache(backend, config, cache, budget)
         workspace = {name: backend.empty(name, spec.shape, spec.dtype) for name, spec in workspace_arrays(config, cache).items()}
+        phases.ends("memory")
         weights = load_weights(backend, config, file.tensors, on_load)
+        backend.synchronize()
+        phases.ends("weights")
         self._model = Model(backend, config, weights, self._cache, workspace, ropes_of(config))
         self._decoder = Decoder(self._model)
 
@@ -274,21 +286,25 @@ def load(
     device: int = 0,
     warn: Callable[[str], None] = lambda message: None,
     on_load: Progress | None = None,
+    phases: Phases | None = None,
 ) -> Engine:
     """Opens a model and allocates everything; refuses before the weights load whatever would not fit.
 
-    vram_target: bytes this process may hold on the device, context included; None: what is free. `warn` takes one-line messages.
-    Raises ModelFileError, UnsupportedModelError, OutOfMemoryError, DeviceError, UsageError.
+    vram_target: bytes this process may hold on the device, context included; None: what is free. `warn` takes one-line messages, `phases`
+    the time of each part of loading. Raises ModelFileError, UnsupportedModelError, OutOfMemoryError, DeviceError, UsageError.
     """
+    phases = phases or Phases()
     with open_model(path) as file:
         config = model_config(file)
+        phases.ends("header")
         if cache.ctx_size > config.context_length:
             warn(
                 f"the context of {cache.ctx_size} cells is longer than the {config.context_length} that {config.name or path} was trained for"
             )
-        machine = _open_backend(backend, device, warn)
+        machine = _open_backend(backend, device, vram_target, warn)
+        phases.ends("device")
         try:
-            return load_on(machine, file, config, cache, vram_target, on_load)
+            return load_on(machine, file, config, cache, vram_target, on_load, phases)
         except BaseException:
             machine.close()
             raise
@@ -301,14 +317,19 @@ def load_on(
     cache: CacheConfig,
     vram_target: int | None = None,
     on_load: Progress | None = None,
+    phases: Phases | None = None,
 ) -> Engine:
     """As load, on an open file and a backend of the caller's, which stays open if this fails."""
+    phases = phases or Phases()
     use, limit, overhead = machine.device_use(), vram_target, None
     if use is not None:
-        modules = max(use.modules_bytes, DEFAULT_MODULES_BYTES)  # kernels load as they are first used
-        overhead = DeviceOverhead(use.context_bytes, modules, measured=True)
         available = use.free_bytes + use.context_bytes + use.modules_bytes
         limit = vram_target or available
+        budget_of(file, config, cache, limit, DeviceOverhead(use.context_bytes, 0, measured=True))  # what cannot fit is refused first
+        machine.prepare(lambda backend: rehearse(backend, config, cache, file.tensors))
+        use = machine.device_use()
+        assert use is not None
+        overhead = DeviceOverhead(use.context_bytes, use.modules_bytes, measured=True)
     budget = budget_of(file, config, cache, limit, overhead)
     if use is not None and budget.total_bytes > available:
         raise OutOfMemoryError(
@@ -316,17 +337,18 @@ def load_on(
             "free device memory, or lower --vram-target"
         )
     check_host_tail(budget, host_memory())
+    phases.ends("code")
     machine.reserve(budget.arena_bytes)
-    return Engine(machine, file, config, cache, budget, on_load)
+    return Engine(machine, file, config, cache, budget, on_load, phases)
 
 
-def _open_backend(name: BackendName, device: int, warn: Callable[[str], None]) -> Backend:
+def _open_backend(name: BackendName, device: int, cap_bytes: int | None, warn: Callable[[str], None]) -> Backend:
     if name == "host":
         return HostBackend()
     from rollkv.cuda.backend import CudaBackend  # here, so that host runs and plans do not wait for the bindings
 
     try:
-        return CudaBackend(device, warn=warn)
+        return CudaBackend(device, cap_bytes=cap_bytes, warn=warn)  # which refuses whatever the plan forgot
     except DeviceError as error:
         if name == "cuda":
             raise
@@ -338,8 +360,4 @@ def _open_backend(name: BackendName, device: int, warn: Callable[[str], None]) -
 
 def budget_of(file: GgufFile, config: ModelConfig, cache: CacheConfig, cap: int | None, overhead: DeviceOverhead | None) -> Budget:
     """The budget of a run of an open file. Raises as plan_budget does."""
-    weights = {
-        tensor.name: device_bytes(tensor.qtype, tensor.shape) if len(tensor.shape) == 2 else 4 * tensor.shape[0]  # vectors are f32
-        for tensor in used_tensors(config, file.tensors)
-    }
-    return plan_budget(config, cache, weights, linear_scratch(config, cache), cap_bytes=cap, overhead=overhead)
+    return plan_budget(config, cache, weight_bytes(config, file.tensors), linear_scratch(config, cache), cap_bytes=cap, overhead=overhead)

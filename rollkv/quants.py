@@ -201,10 +201,9 @@ def device_bytes(qtype: str, shape: tuple[int, ...]) -> int:
     return device_form(qtype, shape).nbytes
 
 
-def can_stack(upper: tuple[str, tuple[int, ...]], lower: tuple[str, tuple[int, ...]]) -> bool:
-    """Whether two matrices, (type, (rows, columns)) each, lie one above the other as one: their device form is then the one's tiles, then the
-    other's."""
-    return upper[0] == lower[0] and upper[1][1] == lower[1][1] and upper[1][0] % TILE_ROWS == 0
+def can_stack(upper_type: str, upper_shape: tuple[int, ...], lower_type: str, lower_shape: tuple[int, ...]) -> bool:
+    """Whether two matrices (rows, columns), one above the other, are one on the device: the upper one's tiles, then the lower one's."""
+    return upper_type == lower_type and upper_shape[1] == lower_shape[1] and upper_shape[0] % TILE_ROWS == 0
 
 
 def split_planes(qtype: str, raw: np.ndarray, shape: tuple[int, ...]) -> tuple[np.ndarray, ...]:

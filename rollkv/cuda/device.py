@@ -6,8 +6,10 @@ and the driver's call. It is used from one thread, the one that owns the context
 
 import ctypes
 import math
+import os
 import struct
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +18,7 @@ import numpy as np
 from rollkv.backend import Stream
 from rollkv.config import DTYPE_BYTES, Dtype
 from rollkv.cuda.driver import DriverCalls
-from rollkv.cuda.nvrtc import CubinCache, KernelError, KernelSpec
+from rollkv.cuda.nvrtc import Cubin, CubinCache, KernelError, KernelSpec
 from rollkv.errors import DeviceError
 
 
@@ -77,6 +79,8 @@ _CODES: dict[type, str] = {
     np.float32: "f",
     np.float64: "d",
 }
+
+_COMPILERS = len(os.sched_getaffinity(0))
 
 
 _FIRST_EARLY_CAPABILITY = 90  # programmatic dependent launch exists from compute capability 9.0 on
@@ -148,10 +152,12 @@ class Launcher:
         self._modules: list[Any] = []
 
     def prepare(self, specs: Iterable[KernelSpec]) -> None:
-        """Compiles and loads the instances ahead, so that the memory of their code is taken now. Raises KernelError, DeviceError."""
-        for spec in specs:
-            if spec.expression not in self._kernels:
-                self._load(spec)
+        """Compiles and loads the instances ahead, so that the memory of their code is taken now. Several compile at a time. Raises
+        KernelError, DeviceError."""
+        missing = [spec for spec in dict.fromkeys(specs) if spec.expression not in self._kernels]
+        with ThreadPoolExecutor(_COMPILERS) as threads:
+            for spec, cubin in zip(missing, threads.map(self._cubin, missing), strict=True):
+                self._load(spec, cubin)
 
     def launch(
         self,
@@ -166,7 +172,7 @@ class Launcher:
         (a structure by value). Returns before the kernel runs. Raises KernelError for wrong arguments, DeviceError when the device fails."""
         kernel = self._kernels.get(spec.expression)  # by a string, whose hash is kept
         if kernel is None or (kernel.spec is not spec and kernel.spec != spec):
-            kernel = self._load(spec)
+            kernel = self._load(spec, self._cubin(spec))
         types = tuple(map(type, args))
         if types != kernel.types:
             kernel.bind(args, types)
@@ -203,10 +209,12 @@ class Launcher:
         kernel.configurations[where] = made
         return made
 
-    def _load(self, spec: KernelSpec) -> _Kernel:
+    def _cubin(self, spec: KernelSpec) -> Cubin:
         if not spec.compiles_for(self.arch):
             raise KernelError(f"{spec.expression} exists for {', '.join(spec.archs)} only; this device is {self.arch}")
-        cubin = self._cache.get(spec.source, (spec.expression,), self.arch)
+        return self._cache.get(spec.source, (spec.expression,), self.arch)
+
+    def _load(self, spec: KernelSpec, cubin: Cubin) -> _Kernel:
         module = self._calls("cuModuleLoadData", cubin.image, what=f"loading {spec.expression}")
         self._modules.append(module)
         function = self._calls("cuModuleGetFunction", module, cubin.lowered[spec.expression].encode(), what=f"loading {spec.expression}")

@@ -48,7 +48,14 @@ def repack(launcher: Launcher, raw: DeviceArray, weight: CudaWeight, *, first_ti
         raise KernelError(f"repack: raw must be u8 with at least {num_rows * row_bytes(weight)} bytes, not {raw.dtype} {list(raw.shape)}")
     if not 0 <= first < end <= weight.rows or tile_step < 1 or (num_rows % TILE_ROWS and end != weight.rows):
         raise KernelError(f"repack: rows {first} to {end} of {weight.rows} are no whole tiles of {TILE_ROWS}")
-    where = (np.int64(first_tile), np.int64(tile_step), np.int64(tiles), np.int64(num_rows), np.int32(weight.columns // fmt.elements), np.int32(form.spans))
+    where = (
+        np.int64(first_tile),
+        np.int64(tile_step),
+        np.int64(tiles),
+        np.int64(num_rows),
+        np.int32(weight.columns // fmt.elements),
+        np.int32(form.spans),
+    )
     for plane, target in zip(form.planes, weight.planes, strict=False):
         field = plane.field
         nbytes = tiles * form.spans * span_bytes(fmt, field)

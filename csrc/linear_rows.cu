@@ -53,21 +53,22 @@ struct Product {
                        c + 3 < known ? fresh(row + c + 3) : 0.0f);
   }
 
-  // This thread's share of a row's sum of squares: quads thread, thread + 256, ... in ascending order, whatever is staged at a time.
   static __device__ __forceinline__ float add_squares(float sum, const float4& v) {
     return __fmaf_rn(v.w, v.w, __fmaf_rn(v.z, v.z, __fmaf_rn(v.y, v.y, __fmaf_rn(v.x, v.x, sum))));
   }
 
   // Stages columns [first, first + length) of x * norm: bf16 parts [3T][pitch], within 32 columns in the order in which a lane reads them,
-  // and group sums [length / kGroup][kSums] (non-zero in the columns of first parts only, so that they count once). Adds to `squares` at T = 1.
-  static __device__ __forceinline__ void stage(
-      const float* x, const float* norm, int rows, int columns, int first, int length, int pitch, u16* parts, float* sums, float& squares) {
+  // and group sums [length / kGroup][kSums] (non-zero in the columns of first parts only, so that they count once). At T = 1 returns this
+  // thread's share of the sum of squares.
+  static __device__ __forceinline__ float stage(
+      const float* x, const float* norm, int rows, int columns, int first, int length, int pitch, u16* parts, float* sums) {
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    float squares = 0.0f;
 #pragma unroll 1
     for (int t = 0; t < T; t++) {
       const float* row = x + i64(t) * columns + first;
       const int known = t < rows ? min(length, columns - first) : 0;
-#pragma unroll 4
+#pragma unroll (T == 1 && Q::kSpan == 64 ? 4 : 2)
       for (int base = warp * 32; base < length / 4; base += kThreads) {
         const int c = (base + lane) * 4;
         float4 v = four(row, c, known, columns % 4 == 0);
@@ -93,6 +94,7 @@ struct Product {
         }
       }
     }
+    return squares;
   }
 
   // acc += weights of one span times the staged columns, parts and sums beginning at the span. With many columns the steps are a loop, over
@@ -164,6 +166,22 @@ struct Product {
 template <int TYPE, int T>
 constexpr int kMinBlocks = T == 16 || (T == 8 && TYPE == Q6_K) ? 1 : 2;
 
+// A row's sum of squares has one order: within each 8,192 columns a thread takes quads thread, thread + 256, ...; the warp's sum is added to what
+// the warp has of earlier columns; last come the warps' sums in their order. At T = 1 that is how x is staged.
+constexpr int kSquareColumns = 8192;
+
+__device__ __forceinline__ void add_to_warp(float squares, float (&warp_squares)[kWarps]) {
+  squares = warp_sum(squares);
+  if (threadIdx.x % 32 == 0) warp_squares[threadIdx.x / 32] = __fadd_rn(warp_squares[threadIdx.x / 32], squares);
+}
+
+__device__ __forceinline__ float factor_of_row(const float (&warp_squares)[kWarps], int K, float eps) {
+  float sum = warp_squares[0];
+#pragma unroll
+  for (int w = 1; w < kWarps; w++) sum = __fadd_rn(sum, warp_squares[w]);
+  return __frcp_rn(__fsqrt_rn(__fadd_rn(__fdiv_rn(sum, float(K)), eps)));
+}
+
 // A block's tiles, one after another: `stride` apart, or in pairs of neighbours.
 __device__ __forceinline__ int following_tile(int tile, bool paired) {
   if (!paired) return tile + gridDim.x;
@@ -184,7 +202,7 @@ __global__ void __launch_bounds__(kThreads, (kMinBlocks<TYPE, T>)) linear_rows(
   extern __shared__ __align__(16) u8 dynamic[];
   __shared__ float warp_sums[kWarps][kTileRows][kGroupN * 8 + 1];
   __shared__ float totals[kTileRows][P::kSums + 1];
-  __shared__ float row_factor[T];
+  __shared__ float row_factor[T], warp_squares[kWarps], gates[T][kTileRows];
   const int pitch = k_tile + kPadColumns;
   u16* parts = reinterpret_cast<u16*>(dynamic);                                // [3T][pitch]
   float* sums = reinterpret_cast<float*>(dynamic + P::kColumns * pitch * 2);  // [k_tile / kGroup][kSums]
@@ -203,35 +221,42 @@ __global__ void __launch_bounds__(kThreads, (kMinBlocks<TYPE, T>)) linear_rows(
   if constexpr (Q::kHasShift) {
     for (int i = threadIdx.x; i < k_tile / Q::kGroup * P::kSums; i += kThreads) sums[i] = 0.0f;
   }
-  bool staged = false, factors_known = norm == nullptr;
-  float squares = 0.0f;
+  if (threadIdx.x < kWarps) warp_squares[threadIdx.x] = 0.0f;
+  __syncthreads();
   wait_for_previous();
 
   if constexpr (T > 1) {
-    if (!factors_known) {
+    if (norm != nullptr) {
 #pragma unroll 1
       for (int token = 0; token < rows; token++) {
-        float sum = 0.0f;
-        for (int base = warp * 32; base < (K + 3) / 4; base += kThreads) sum = P::add_squares(sum, P::four(x + i64(token) * K, (base + lane) * 4, K, K % 4 == 0));
-        sum = block_sum<kThreads>(sum);
-        if (threadIdx.x == 0) row_factor[token] = __frcp_rn(__fsqrt_rn(__fadd_rn(__fdiv_rn(sum, float(K)), eps)));
+        const float* row = x + i64(token) * K;
+#pragma unroll 1
+        for (int first = 0; first < K; first += kSquareColumns) {
+          float squares = 0.0f;
+          for (int base = warp * 32; base < kSquareColumns / 4 && first + base * 4 < K; base += kThreads)
+            squares = P::add_squares(squares, P::four(row + first, (base + lane) * 4, K - first, K % 4 == 0));
+          add_to_warp(squares, warp_squares);
+        }
+        __syncthreads();
+        if (threadIdx.x == 0) row_factor[token] = factor_of_row(warp_squares, K, eps);
+        __syncthreads();
+        if (threadIdx.x < kWarps) warp_squares[threadIdx.x] = 0.0f;
+        __syncthreads();
       }
-      factors_known = true;
     }
   }
 
-  float gate = 0.0f;  // of this thread's row and token
   for (int tile = first_tile; tile < tiles; tile = following_tile(tile, paired)) {
     float acc[P::kBlocksN][4] = {};
     int next = warp;  // the span of weights[0]
+    const bool summing = T == 1 && norm != nullptr && tile == first_tile;
     for (int first = 0; first < spans; first += staged_spans) {
       const int end = min(spans, first + staged_spans);
-      if (!staged) {
+      if (tile == first_tile || staged_spans < spans) {
         __syncthreads();
-        float again = 0.0f;  // what was summed before must not be summed twice
-        P::stage(x, norm, rows, K, first * Q::kSpan, (end - first) * Q::kSpan, pitch, parts, sums, factors_known ? again : squares);
+        const float squares = P::stage(x, norm, rows, K, first * Q::kSpan, (end - first) * Q::kSpan, pitch, parts, sums);
+        if (summing) add_to_warp(squares, warp_squares);
         __syncthreads();
-        staged = staged_spans >= spans;
       }
       for (; next < end; next += kDepth * kWarps) {
 #pragma unroll
@@ -249,13 +274,7 @@ __global__ void __launch_bounds__(kThreads, (kMinBlocks<TYPE, T>)) linear_rows(
         }
       }
     }
-    if constexpr (T == 1) {
-      if (!factors_known) {
-        const float sum = block_sum<kThreads>(squares);
-        if (threadIdx.x == 0) row_factor[0] = __frcp_rn(__fsqrt_rn(__fadd_rn(__fdiv_rn(sum, float(K)), eps)));  // read behind the barriers below
-        factors_known = true;
-      }
-    }
+    if (summing && threadIdx.x == 0) row_factor[0] = factor_of_row(warp_squares, K, eps);  // read behind the next barriers
 
 #pragma unroll
     for (int n0 = 0; n0 < P::kBlocksN; n0 += kGroupN) {
@@ -280,10 +299,10 @@ __global__ void __launch_bounds__(kThreads, (kMinBlocks<TYPE, T>)) linear_rows(
       if (norm != nullptr) value = __fmul_rn(value, row_factor[token]);
       if (bias != nullptr) value = __fadd_rn(value, bias[tile * kTileRows + row]);
       if (paired && tile % 2 == 0) {
-        gate = value;
+        gates[token][row] = value;  // read by the same thread
       } else {
         float* target = y + i64(token) * ldy + (paired ? tile / 2 : tile) * kTileRows + row;
-        if (activation != kNoActivation) value = __fmul_rn(activate(activation, paired ? gate : fresh(target)), value);
+        if (activation != kNoActivation) value = __fmul_rn(activate(activation, paired ? gates[token][row] : fresh(target)), value);
         *target = add ? __fadd_rn(fresh(target), value) : value;
       }
     }

@@ -46,6 +46,7 @@ class FakeDriver:
         self.device: dict[int, np.ndarray] = {}
         self.pinned: dict[int, np.ndarray] = {}
         self.launches: list[tuple[tuple[int, ...], list[int]]] = []
+        self.early: list[str] = []  # launched with leave to begin before the kernel before it has ended
         self.param_sizes: tuple[int, ...] = ()
         self._handles = 0
 
@@ -172,6 +173,23 @@ class FakeDriver:
 
     def cuFuncGetParamInfo(self, function: str, index: int) -> tuple[int, int, int]:
         return (0, 8 * index, self.param_sizes[index]) if index < len(self.param_sizes) else (1, 0, 0)
+
+    CUlaunchAttributeID = SimpleNamespace(CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION=6)
+
+    @staticmethod
+    def CUlaunchAttribute() -> SimpleNamespace:
+        return SimpleNamespace(value=SimpleNamespace())
+
+    CUlaunchConfig = SimpleNamespace
+
+    def cuLaunchKernelEx(self, config: SimpleNamespace, function: str, params: int, extra: int) -> tuple[int]:
+        (attribute,) = config.attrs
+        assert (attribute.id, attribute.value.programmaticStreamSerializationAllowed, config.numAttrs) == (6, 1, 1)
+        self.early.append(function)
+        grid = config.gridDimX, config.gridDimY, config.gridDimZ
+        return self.cuLaunchKernel(
+            function, *grid, config.blockDimX, config.blockDimY, config.blockDimZ, config.sharedMemBytes, config.hStream, params, extra
+        )
 
     def cuLaunchKernel(self, function: str, *rest: Any) -> tuple[int]:
         *shape, stream, params, _ = rest

@@ -25,8 +25,11 @@ _STAGED_COLUMNS = {
     64: {1: 8192, 2: 4096, 4: 2048, 8: 1024, 16: 768},
     256: {1: 8192, 2: 4096, 4: 2048, 8: 1536, 16: 768},
 }
-# Spans of weights in flight a warp: about 2 to 4 KB, as far as the registers go.
-_DEPTH = {qtype: 2 if fmt.span == 256 else 1 if qtype == "F32" else 2 if qtype in ("F16", "BF16") else 4 for qtype, fmt in FORMATS.items()}
+# Spans of weights in flight a warp, at one row: about 2 to 4 KB, as far as 128 registers go.
+_DEPTH = {
+    "Q8_0": 4, "Q4_0": 4, "Q4_1": 4, "Q5_0": 4, "Q5_1": 4, "IQ4_NL": 4, "F16": 2, "BF16": 2, "F32": 1,
+    "Q2_K": 2, "Q3_K": 2, "Q4_K": 2, "Q6_K": 2, "Q5_K": 1, "IQ4_XS": 1,
+}  # fmt: skip
 # Types with a shift need the sums of x over the columns that share one.
 _SUM_GROUP = {"Q4_1": 32, "Q5_1": 32, "Q4_K": 32, "Q5_K": 32, "Q2_K": 16}
 
@@ -42,18 +45,18 @@ class Shape(NamedTuple):
 
 
 def _depth(qtype: str, rows: int) -> int:
-    """The largest depth up to the type's whose rounds (8 warps * depth spans) divide the staged columns; 1 for F16 and BF16 from 8 rows on,
-    whose spans are large (2 KB) beside many accumulators."""
-    span = FORMATS[qtype].span
-    if rows >= 8 and not FORMATS[qtype].metas:
+    """The largest depth up to the type's whose rounds (8 warps * depth spans) divide the staged columns. More rows leave registers for one span alone
+    where spans are large: super-blocks (1 to 2 KB), and F16 and BF16 (2 KB) from 4 rows on."""
+    span, depth = FORMATS[qtype].span, _DEPTH[qtype]
+    if (span == 256 and rows > 1) or (not FORMATS[qtype].metas and rows >= 4):
         return 1
-    return max((d for d in range(1, _DEPTH[qtype] + 1) if _STAGED_COLUMNS[span][rows] % (WARPS * span * d) == 0), default=1)
+    return max((d for d in range(1, depth + 1) if _STAGED_COLUMNS[span][rows] % (WARPS * span * d) == 0), default=1)
 
 
 def static_shared_bytes(rows: int) -> int:
-    """Shared memory that the instance declares itself: partial sums of the warps, their totals, factors of the rows."""
+    """Shared memory that the instance declares itself: partial sums of the warps, their totals, gates, factors of the rows."""
     blocks_n = -(-3 * rows // 8)
-    return (WARPS * TILE_ROWS * (min(2, blocks_n) * 8 + 1) + TILE_ROWS * (blocks_n * 8 + 1) + rows + WARPS) * 4
+    return (WARPS * TILE_ROWS * (min(2, blocks_n) * 8 + 1) + TILE_ROWS * (blocks_n * 8 + 1 + rows) + rows + WARPS) * 4
 
 
 @cache

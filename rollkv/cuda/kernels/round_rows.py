@@ -93,8 +93,6 @@ def finish_product(
     check_array("finish_product", "row_scale", row_scale, (rows,), "f32")
     if bias is not None:
         check_array("finish_product", "bias", bias, (columns,), "f32")
-    if add and out.ptr == product.ptr:
-        raise KernelError("finish_product: what is added must lie apart from what it is added to")
     pointer = Pointer(0 if bias is None else bias.ptr)
     numbers = map(np.int32, (columns, add))
     launcher.launch(finish_spec(), finish_grid(rows, columns), _THREADS, product, row_scale, pointer, out, *numbers)

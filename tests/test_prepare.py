@@ -18,6 +18,7 @@ from rollkv.engine import Engine, load_on
 from rollkv.errors import OutOfMemoryError
 from rollkv.model_config import model_config
 from rollkv.synth import open_model
+from rollkv.tasks.record import machine_facts
 from rollkv.units import MIB
 
 MODULE_BYTES, LIBRARY_BYTES = 256 << 10, 24 * MIB
@@ -89,7 +90,11 @@ def engine(machine: Machine, path: Any, cap: int | None = None, **options: Any) 
         return load_on(backend, file, model_config(file), cache if cap is None else replace(cache, residency="auto"), cap)
 
 
-MODELS = [*(engines.FIXTURES / f"{model}.gguf" for model in engines.MODELS), "synth:tiny:Q4_K", "synth:tiny:F16,architecture=gemma3,hidden=320"]
+MODELS = [
+    *(engines.FIXTURES / f"{model}.gguf" for model in engines.MODELS),
+    "synth:tiny:Q4_K",
+    "synth:tiny:F16,architecture=gemma3,hidden=320",
+]
 
 
 @pytest.mark.parametrize("kv,window", [("f16", None), ("bf16", 64), ("f16", 64)])
@@ -111,6 +116,15 @@ def test_a_run_loads_nothing_that_was_not_prepared(machine: Machine, path: Any, 
         planned = dict(run.budget.device)
         assert planned["modules"] == modules * MODULE_BYTES + LIBRARY_BYTES
         assert machine.taken() == run.budget.total_bytes and run.budget.overhead_measured
+
+
+def test_records_name_the_card(machine: Machine) -> None:
+    with engine(machine, MODELS[0], ctx_size=16) as run:
+        facts = machine_facts(run)
+    assert (facts["backend"], facts["gpu"], facts["gpu_bytes"], facts["driver_cuda"]) == ("cuda", "Fake GPU", 1 << 30, "13.0")
+    with engines.host_engine("llama", engines.cache(16)) as run:
+        facts = machine_facts(run)
+    assert (facts["backend"], facts["gpu"], facts["gpu_bytes"], facts["driver_cuda"]) == ("host", None, None, None)
 
 
 def test_short_contexts_want_no_library(machine: Machine) -> None:

@@ -49,7 +49,12 @@ def generate(
     device: Annotated[int, typer.Option(metavar="INDEX", help="Which GPU.")] = 0,
     output: options.Output = "text",
     verbose: Annotated[
-        bool, typer.Option("-v", "--verbose", help="Show model, first prompt ids, stop tokens, the budget and the time of each part of the start on stderr.")
+        bool,
+        typer.Option(
+            "-v",
+            "--verbose",
+            help="Show model, first prompt ids, stop tokens, the budget and the time of each part of the start on stderr.",
+        ),
     ] = False,
 ) -> None:
     """Generate text. Text goes to stdout as it is made; progress and one line of statistics go to stderr."""

@@ -52,6 +52,12 @@ class Noise:
         # Q4_K: step * code - step / 2 * 15
         return half_bytes(step) if self.qtype == "Q8_0" else q4_k_head(step, [1] * 8, [15] * 8)
 
+    @cached_property
+    def head_words(self) -> tuple[int, int]:
+        """The head as two numbers of 64 bits, its first byte lowest."""
+        low, high = np.pad(self.head, (0, 2 * WORD_BYTES - len(self.head))).view("<u8")
+        return int(low), int(high)
+
     @property
     def block_words(self) -> int:
         return (self.block_bytes - len(self.head)) // WORD_BYTES

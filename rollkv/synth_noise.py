@@ -67,6 +67,11 @@ class Noise:
         """F16: what 16 random bits, less their mean, are multiplied by; the product is rounded to float32, then to float16."""
         return np.float32(self.deviation * 3**0.5 / _F16_CENTRE)
 
+    @cached_property
+    def _halves(self) -> np.ndarray:
+        """F16: the weight of every 16 bits, as uint16. Looking it up is ten times as fast as NumPy's rounding to half."""
+        return ((np.arange(1 << 16, dtype=np.float32) - np.float32(_F16_CENTRE)) * self.scale).astype("<f2").view("<u2")
+
     def fill(self, first_block: int, out: np.ndarray) -> None:
         """Writes the blocks from first_block on into out, uint8 [blocks * block_bytes]. One thread, no memory to speak of."""
         blocks = out.reshape(-1, self.block_bytes)
@@ -91,8 +96,7 @@ class Noise:
 
     def _store(self, words: np.ndarray, blocks: np.ndarray) -> None:
         if self.qtype == "F16":
-            centred = words.astype("<u8", copy=False).view("<u2").astype(np.float32) - np.float32(_F16_CENTRE)
-            blocks.reshape(-1).view("<f2")[:] = centred * self.scale
+            np.take(self._halves, words.astype("<u8", copy=False).view("<u2"), out=blocks.reshape(-1).view("<u2"), mode="wrap")
             return
         head, codes = len(self.head), self.block_bytes - len(self.head)
         fields = blocks.view([("head", f"V{head}"), ("codes", f"V{codes}")])  # whole fields move three times as fast as bytes

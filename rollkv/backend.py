@@ -128,11 +128,25 @@ class DeviceUse:
     free_bytes: int
 
 
+@dataclass(frozen=True)
+class GpuFacts:
+    """The card that computes, as records name it. driver_cuda: the CUDA version that the driver supports, "13.0"."""
+
+    name: str
+    memory_bytes: int
+    driver_cuda: str
+
+
 class Backend(Protocol):
     """Raises DeviceError when the device fails, OutOfMemoryError when memory cannot be had."""
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def gpu(self) -> GpuFacts | None:
+        """None where the CPU computes."""
+        ...
 
     # -- memory ----------------------------------------------------------------------------------------------------------------
     def prepare(self, rehearse: Callable[["Backend"], None]) -> None:

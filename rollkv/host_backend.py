@@ -68,6 +68,7 @@ class HostBackend:
     """See the module. precision np.float64 makes it the oracle; pages hold their own types either way."""
 
     name = "host"
+    gpu = None
     can_record = False
 
     def __init__(self, *, precision: type = np.float32, order: Literal["eager", "late"] = "eager") -> None:

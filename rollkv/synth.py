@@ -61,7 +61,7 @@ class SynthTensor(TensorData):
     def row_bytes(self) -> int:
         return self.nbytes // self.shape[0]
 
-    @property
+    @cached_property
     def noise(self) -> Noise:
         """The random part of a matrix. Block i of the noise is block i of the file."""
         owner, plan = self.__dict__["_owner"], self.__dict__["_plan"]

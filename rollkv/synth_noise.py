@@ -52,6 +52,12 @@ class Noise:
         # Q4_K: step * code - step / 2 * 15
         return half_bytes(step) if self.qtype == "Q8_0" else q4_k_head(step, [1] * 8, [15] * 8)
 
+    @cached_property
+    def head_words(self) -> tuple[int, int]:
+        """The head as two numbers of 64 bits, its first byte lowest."""
+        low, high = np.pad(self.head, (0, 2 * WORD_BYTES - len(self.head))).view("<u8")
+        return int(low), int(high)
+
     @property
     def block_words(self) -> int:
         return (self.block_bytes - len(self.head)) // WORD_BYTES
@@ -60,6 +66,11 @@ class Noise:
     def scale(self) -> np.float32:
         """F16: what 16 random bits, less their mean, are multiplied by; the product is rounded to float32, then to float16."""
         return np.float32(self.deviation * 3**0.5 / _F16_CENTRE)
+
+    @cached_property
+    def _halves(self) -> np.ndarray:
+        """F16: the weight of every 16 bits, as uint16. Looking it up is ten times as fast as NumPy's rounding to half."""
+        return ((np.arange(1 << 16, dtype=np.float32) - np.float32(_F16_CENTRE)) * self.scale).astype("<f2").view("<u2")
 
     def fill(self, first_block: int, out: np.ndarray) -> None:
         """Writes the blocks from first_block on into out, uint8 [blocks * block_bytes]. One thread, no memory to speak of."""
@@ -85,8 +96,7 @@ class Noise:
 
     def _store(self, words: np.ndarray, blocks: np.ndarray) -> None:
         if self.qtype == "F16":
-            centred = words.astype("<u8", copy=False).view("<u2").astype(np.float32) - np.float32(_F16_CENTRE)
-            blocks.reshape(-1).view("<f2")[:] = centred * self.scale
+            np.take(self._halves, words.astype("<u8", copy=False).view("<u2"), out=blocks.reshape(-1).view("<u2"), mode="wrap")
             return
         head, codes = len(self.head), self.block_bytes - len(self.head)
         fields = blocks.view([("head", f"V{head}"), ("codes", f"V{codes}")])  # whole fields move three times as fast as bytes

@@ -310,7 +310,7 @@ def test_a_slot_is_taken_again_behind_its_event() -> None:
     slots = SlotRing(c.events, c.memory)
     taken = [slots.take() for _ in range(NUM_SLOTS)]
     assert [address for _, address in taken] == list(c.memory.slots().addresses)
-    with pytest.raises(ValueError, match="all 8 pinned slots are taken"):
+    with pytest.raises(ValueError, match=f"all {NUM_SLOTS} pinned slots are taken"):
         slots.take()
     slots = SlotRing(c.events, c.memory)
     events = []

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from rollkv.backend import Backend, DeviceUse, Loadable, PageRun, Projected, RmsNorm, Stream
+from rollkv.backend import Backend, DeviceUse, GpuFacts, Loadable, PageRun, Projected, RmsNorm, Stream
 from rollkv.config import Dtype, LayerConfig, PageFormat, RopeConfig
 from rollkv.cuda import gemm
 from rollkv.cuda.context import Context
@@ -87,6 +87,10 @@ class CudaBackend:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+    @property
+    def gpu(self) -> GpuFacts:
+        return GpuFacts(self.facts.name, self.facts.total_bytes, ".".join(map(str, self.facts.driver_version)))
 
     # -- accounts --------------------------------------------------------------------------------------------------------------
     @property

@@ -28,7 +28,7 @@ from rollkv.gguf_header import TensorData
 from rollkv.quants import TILE_ROWS, dequantise
 from rollkv.synth import SynthTensor
 
-_THREADS = min(NUM_SLOTS - 2, len(os.sched_getaffinity(0)))  # two slots are on their way while the others are filled
+_THREADS = min(NUM_SLOTS - 4, len(os.sched_getaffinity(0)))  # the other slots are on their way meanwhile
 
 
 @dataclass(frozen=True)

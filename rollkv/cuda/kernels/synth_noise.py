@@ -1,5 +1,7 @@
 """Random weights of a synthetic model, made on the device (csrc/synth_noise.cu)."""
 
+from functools import cache
+
 import numpy as np
 
 from rollkv.backend import Stream
@@ -9,9 +11,9 @@ from rollkv.synth_noise import Noise
 
 _THREADS = 256
 _MAX_BLOCKS = 8192  # the kernel strides over what is left
-_HEAD = 16  # bytes of a head that fit into the arguments
 
 
+@cache
 def spec() -> KernelSpec:
     return KernelSpec("synth_noise.cu", "synth_noise")
 
@@ -32,11 +34,11 @@ def synth_noise(
 
     out: u8 (at least num_blocks * noise.block_bytes,) at an even address. Writes synth_noise_bytes. Raises KernelError on other memory.
     """
-    if out.dtype != "u8" or out.nbytes < num_blocks * noise.block_bytes or out.ptr % 2 or len(noise.head) > _HEAD:
+    if out.dtype != "u8" or out.nbytes < num_blocks * noise.block_bytes or out.ptr % 2:
         raise KernelError(
             f"synth_noise: out must be u8 with at least {num_blocks * noise.block_bytes} bytes, not {out.dtype} {list(out.shape)}"
         )
-    low, high = np.concatenate([noise.head, np.zeros(_HEAD - len(noise.head), np.uint8)]).view("<u8")
+    head = map(np.uint64, noise.head_words)
     blocks = max(1, min(_MAX_BLOCKS, -(-num_blocks * noise.block_words // _THREADS)))
     where = (np.uint64(noise.seed), np.int64(first_block), np.int64(num_blocks), np.int32(noise.block_bytes), np.int32(len(noise.head)))
-    launcher.launch(spec(), (blocks, 1, 1), _THREADS, out, *where, np.uint64(low), np.uint64(high), noise.scale, stream=stream)
+    launcher.launch(spec(), (blocks, 1, 1), _THREADS, out, *where, *head, noise.scale, stream=stream)

@@ -1,12 +1,13 @@
 // The products of a step of 1 to 16 tokens: y = norm(x) W^T + bias, optionally added to what y holds, or gated; W in any type, on tensor
 // cores, with float32 precision and batch-invariant bits.
 //
-// A float32 is the exact sum of three bf16 numbers (8 bits of its significand each), and the codes of every quantised type are exact in
-// bf16 (F16 weights are the sum of two, F32 weights of three). So row t of x becomes three columns 3t, 3t+1, 3t+2 of the B operand, the
-// codes of 16 weight rows are the A operand, every product of mma.m16n8k16 is exact, and what is rounded is the float32 summation alone. Per
-// group of columns that share a scale: acc = fma(scale, mma sum, acc). For types with a shift the codes are centred and
-// acc = fma(shift + centre * scale, sum of x over the group, acc), the sum being taken once when x is staged.
-// One row of x fills 3 of the 8 columns: the tensor cores idle while memory is busy, and up to 16 rows cost hardly more than one.
+// Quantised weights: codes are signed bytes, and so are the three digits of x: within 32 columns x = scale * (d0 + d1 / 256 + d2 / 65536), scale the power of
+// two that brings the largest to [63.5, 127], rounded once at 2^-23 of it. Row t of x becomes the columns 3t, 3t+1, 3t+2 of the B operand, 16 weight
+// rows are the A operand, and mma.m16n8k32 over bytes is exact; what is rounded further is the float32 summation alone: acc =
+// fma(scale of the weights, scale of the digit * mma sum, acc). For types with a shift the codes are centred and acc = fma(shift + centre *
+// scale, sum of x over the group, acc), the sum being taken once when x is staged. A column with an infinity or a NaN makes its row NaN.
+// Other weights: a float32 is the exact sum of three bf16 numbers (8 bits of its significand each), F16 of two: exact products of mma.m16n8k16.
+// One row of x fills 3 of the 8 columns: the tensor cores idle while memory is busy, and two rows cost no more than one.
 //
 // Norm      y = r (W (x * norm)) with r = 1 / sqrt(mean(x^2) + eps): the factor of the row comes last, so the sum of squares is off the way
 //           to the first product. norm null: r is left out.
@@ -20,16 +21,18 @@
 // Bits      a result depends on its weight row and its row of x alone: the order of operations is fixed by K and TYPE; T, kDepth, k_tile, the
 //           grid and the column of the B operand do not enter. All rounding operations are written as intrinsics, so nothing is contracted differently
 //           in different instances.
-// Bound     memory: the weight's bytes. Issue slots are the second limit: about 2 a weight for 4-bit types, at full rate 60 of 128 a clock on sm_90.
-// Rejected  float32 multiply-adds on the plain cores: 3.3 slots a weight at one row, and a row more costs a slot more; x split inside every
-//           warp instead of once a block: more slots for x than for the weights.
+// Bound     memory: the weight's bytes. Issue slots are the second limit: about 1 a weight (Q8_0: 0.25 to order the codes, 0.06 for the mma, 0.75 to
+//           scale), 15 % of what sm_90 has at full rate.
+// Rejected  codes and x as bf16 (codes exact, x in three parts): 3.3 slots a weight, 44 to 61 % of HBM. float32 multiply-adds on the plain
+//           cores: 3.3 slots a weight at one row, and a row more costs a slot more; x split inside every warp instead of once a block: more
+//           slots for x than for the weights.
 // Oracle    float64 product with quants.dequantise
 #include "activation.cuh"
 #include "quants.cuh"
 
 constexpr int kWarps = 8;
 constexpr int kThreads = kWarps * 32;
-constexpr int kPadColumns = 32;  // of a staged row: shifts neighbouring rows by 64 bytes, so that 16-byte reads meet no bank twice
+constexpr int kPadBytes = 32;  // of a staged row beyond its own: so neighbouring rows lie in different banks
 
 // c += a b; a: 16 weight rows x 16 columns, b: 16 columns x 8 parts of x.
 __device__ __forceinline__ void mma_bf16(float (&c)[4], const u32* a, u32 b0, u32 b1) {
@@ -38,6 +41,45 @@ __device__ __forceinline__ void mma_bf16(float (&c)[4], const u32* a, u32 b0, u3
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// Sums over bytes begin at the float 1.5 * 2^23, taken as an integer: as long as they stay below 2^22 the result, taken as a float, is that
+// number plus the sum, and one subtraction converts it.
+constexpr int kSumBase = 0x4b400000;
+__device__ __forceinline__ float sum_value(int c) { return __fsub_rn(__int_as_float(c), 12582912.0f); }
+
+// c += a b over bytes; a: 16 weight rows x 32 (or 16) columns, b: those columns x 8 digits of x.
+__device__ __forceinline__ void mma_bytes32(int (&c)[4], const u32* a, u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ void mma_bytes16(int (&c)[4], const u32* a, u32 b) {
+  asm("mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(b));
+}
+
+// Columns c to c + 3 of a row of `known` columns, zeros behind its end.
+__device__ __forceinline__ float4 four(const float* row, int c, int known, bool aligned) {
+  if (aligned) return c < known ? fresh(reinterpret_cast<const float4*>(row + c)) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  return make_float4(c < known ? fresh(row + c) : 0.0f, c + 1 < known ? fresh(row + c + 1) : 0.0f, c + 2 < known ? fresh(row + c + 2) : 0.0f,
+                     c + 3 < known ? fresh(row + c + 3) : 0.0f);
+}
+
+__device__ __forceinline__ float add_squares(float sum, const float4& v) {
+  return __fmaf_rn(v.w, v.w, __fmaf_rn(v.z, v.z, __fmaf_rn(v.y, v.y, __fmaf_rn(v.x, v.x, sum))));
+}
+
+// Over kLanes neighbouring lanes, in a fixed order.
+template <int kLanes>
+__device__ __forceinline__ float lanes_total(float value) {
+#pragma unroll
+  for (int distance = 1; distance < kLanes; distance *= 2) value = __fadd_rn(value, __shfl_xor_sync(kAllLanes, value, distance));
+  return value;
+}
+
+__device__ __forceinline__ u32 magnitude_bits(float x) { return __float_as_uint(x) & 0x7fffffffu; }
+
+// How x is staged, and multiplied by the codes of one span. A part of x is a column of the B operand: 3t, 3t+1, 3t+2 of row t.
 template <int TYPE, int T>
 struct Product {
   using Q = Quant<TYPE>;
@@ -45,23 +87,67 @@ struct Product {
   static constexpr int kBlocksN = (kColumns + 7) / 8;  // of 8 columns
   static constexpr int kSums = 8 * kBlocksN;
   static constexpr int kSteps = Q::kSpan / kStepColumns;
+  static constexpr int kPartBytes = Q::kScaled ? 1 : 2;  // of a part of one column of x
 
-  // Columns c to c + 3 of a row of `known` columns, zeros behind its end.
-  static __device__ __forceinline__ float4 four(const float* row, int c, int known, bool aligned) {
-    if (aligned) return c < known ? fresh(reinterpret_cast<const float4*>(row + c)) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    return make_float4(c < known ? fresh(row + c) : 0.0f, c + 1 < known ? fresh(row + c + 1) : 0.0f, c + 2 < known ? fresh(row + c + 2) : 0.0f,
-                       c + 3 < known ? fresh(row + c + 3) : 0.0f);
+  // Shared memory of k_tile staged columns.
+  struct Staged {
+    u8* parts;      // [3T][pitch] bytes, within 32 columns in the order in which a lane reads them
+    float* scales;  // [k_tile / 32][kSums] scales of the digits; zeros beside the columns that exist
+    float* sums;    // [k_tile / kGroup][kSums] sums of x, in the columns of first parts only, so that they count once
+    int pitch;
+    __device__ __forceinline__ Staged(u8* memory, int k_tile)
+        : parts(memory), scales(reinterpret_cast<float*>(memory + kColumns * (k_tile * kPartBytes + kPadBytes))),
+          sums(scales + (Q::kScaled ? k_tile / 32 * kSums : 0)), pitch(k_tile * kPartBytes + kPadBytes) {}
+  };
+
+  static __device__ __forceinline__ void clear(const Staged& to, int k_tile) {
+    if constexpr (Q::kScaled) {
+      for (int i = threadIdx.x; i < k_tile / 32 * kSums; i += kThreads) to.scales[i] = 0.0f;
+    }
+    if constexpr (Q::kHasShift) {
+      for (int i = threadIdx.x; i < k_tile / Q::kGroup * kSums; i += kThreads) to.sums[i] = 0.0f;
+    }
   }
 
-  static __device__ __forceinline__ float add_squares(float sum, const float4& v) {
-    return __fmaf_rn(v.w, v.w, __fmaf_rn(v.z, v.z, __fmaf_rn(v.y, v.y, __fmaf_rn(v.x, v.x, sum))));
+  // Columns c to c + 3 of row t, as three bf16 numbers each.
+  static __device__ __forceinline__ void put_parts(const Staged& to, int t, int c, const float4& v) {
+    float4 rest = v;
+    u8* target = to.parts + (3 * t) * to.pitch + ((c & ~31) + (c >> 2 & 3) * 8 + (c >> 4 & 1) * 4) * 2;
+#pragma unroll
+    for (int part = 0; part < 3; part++) {
+      *reinterpret_cast<uint2*>(target + part * to.pitch) = make_uint2(bf16_pair(rest.x, rest.y), bf16_pair(rest.z, rest.w));
+      rest = make_float4(bf16_rest(rest.x), bf16_rest(rest.y), bf16_rest(rest.z), bf16_rest(rest.w));
+    }
   }
 
-  // Stages columns [first, first + length) of x * norm: bf16 parts [3T][pitch], within 32 columns in the order in which a lane reads them,
-  // and group sums [length / kGroup][kSums] (non-zero in the columns of first parts only, so that they count once). At T = 1 returns this
-  // thread's share of the sum of squares.
-  static __device__ __forceinline__ float stage(
-      const float* x, const float* norm, int rows, int columns, int first, int length, int pitch, u16* parts, float* sums) {
+  // The same as three digits each: the 8 lanes of 32 columns agree on the scale. Called by whole warps; lanes behind `length` write nothing.
+  static __device__ __forceinline__ void put_digits(const Staged& to, int t, int c, int length, const float4& v) {
+    u32 most = max(max(magnitude_bits(v.x), magnitude_bits(v.y)), max(magnitude_bits(v.z), magnitude_bits(v.w)));
+#pragma unroll
+    for (int distance = 1; distance < 8; distance *= 2) most = max(most, __shfl_xor_sync(kAllLanes, most, distance));
+    const bool finite = most < 0x7f800000u;
+    int exponent = max(int(most >> 23), 27) - 6;                                          // biased; largest / scale in [64, 128)
+    if ((most & 0x7fffffu) > 0x7e0000u) exponent++;                                       // above 127: [63.5, 64)
+    const float to_digits = finite ? __uint_as_float(u32(254 + 16 - exponent) << 23) : 0.0f;  // 65536 / scale
+    u32 digits[4];  // least digit in the low byte
+    const float x[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) digits[i] = u32((finite ? __float2int_rn(__fmul_rn(x[i], to_digits)) : 0) + 0x808080) ^ 0x808080u;
+    if (c >= length) return;
+    u8* target = to.parts + (3 * t) * to.pitch + (c & ~31) + (c >> 2 & 3) * 8 + (c >> 4 & 1) * 4;
+#pragma unroll
+    for (int part = 0; part < 3; part++) {
+      const int byte = 2 - part, both = byte | (4 + byte) << 4;
+      const u32 word = __byte_perm(__byte_perm(digits[0], digits[2], both), __byte_perm(digits[1], digits[3], both), 0x5410);
+      *reinterpret_cast<u32*>(target + part * to.pitch) = word;
+      if (c % 32 == 0) {
+        to.scales[c / 32 * kSums + 3 * t + part] = finite ? __uint_as_float(u32(exponent - 8 * part) << 23) : __uint_as_float(0x7fc00000u);
+      }
+    }
+  }
+
+  // Stages columns [first, first + length) of x * norm. At T = 1 returns this thread's share of the sum of squares.
+  static __device__ __forceinline__ float stage(const float* x, const float* norm, int rows, int columns, int first, int length, const Staged& to) {
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     float squares = 0.0f;
 #pragma unroll 1
@@ -77,98 +163,125 @@ struct Product {
           const float4 w = four(norm + first, c, min(length, columns - first), columns % 4 == 0);
           v = make_float4(__fmul_rn(v.x, w.x), __fmul_rn(v.y, w.y), __fmul_rn(v.z, w.z), __fmul_rn(v.w, w.w));
         }
-        if (c < length) {
-          float4 rest = v;
-          u16* target = parts + (3 * t) * pitch + (c & ~31) + (c >> 2 & 3) * 8 + (c >> 4 & 1) * 4;
-#pragma unroll
-          for (int part = 0; part < 3; part++) {
-            *reinterpret_cast<uint2*>(target + part * pitch) = make_uint2(bf16_pair(rest.x, rest.y), bf16_pair(rest.z, rest.w));
-            rest = make_float4(bf16_rest(rest.x), bf16_rest(rest.y), bf16_rest(rest.z), bf16_rest(rest.w));
-          }
+        if constexpr (Q::kScaled) {
+          put_digits(to, t, c, length, v);
+        } else if (c < length) {
+          put_parts(to, t, c, v);
         }
         if constexpr (Q::kHasShift) {
-          float sum = __fadd_rn(__fadd_rn(v.x, v.y), __fadd_rn(v.z, v.w));
-#pragma unroll
-          for (int distance = 1; distance < Q::kGroup / 4; distance *= 2) sum = __fadd_rn(sum, __shfl_xor_sync(kAllLanes, sum, distance));
-          if (c < length && c % Q::kGroup == 0) sums[c / Q::kGroup * kSums + 3 * t] = sum;
+          const float sum = lanes_total<Q::kGroup / 4>(__fadd_rn(__fadd_rn(v.x, v.y), __fadd_rn(v.z, v.w)));
+          if (c < length && c % Q::kGroup == 0) to.sums[c / Q::kGroup * kSums + 3 * t] = sum;
         }
       }
     }
     return squares;
   }
 
-  // acc += weights of one span times the staged columns, parts and sums beginning at the span. With many columns the steps are a loop, over
+  // acc += weights of one span times the columns staged from `column` on. With many columns the steps are a loop, over
   // which the codes rotate through the registers: unrolled, the assembler decodes all steps early and runs out of registers.
   static constexpr bool kRolled = T > 2 && kSteps > 1;
-  static __device__ __forceinline__ void multiply(Q& q, const u16* parts, const float* sums, int pitch, int lane, float (&acc)[kBlocksN][4]) {
+  static __device__ __forceinline__ void multiply(Q& q, const Staged& x, int column, int lane, float (&acc)[kBlocksN][4]) {
     if constexpr (kRolled) {
 #pragma unroll 1
       for (int step = 0; step < kSteps; step++) {
-        multiply_step(q, 0, step, parts, sums, pitch, lane, acc);
+        multiply_step(q, 0, step, x, column, lane, acc);
         q.rotate();
       }
     } else {
 #pragma unroll
-      for (int step = 0; step < kSteps; step++) multiply_step(q, step, step, parts, sums, pitch, lane, acc);
+      for (int step = 0; step < kSteps; step++) multiply_step(q, step, step, x, column, lane, acc);
     }
   }
 
   // codes_at: where the codes of the step are.
   static __device__ __forceinline__ void multiply_step(
-      const Q& q, int codes_at, int step, const u16* parts, const float* sums, int pitch, int lane, float (&acc)[kBlocksN][4]) {
-    const int g = lane >> 2, t = lane & 3;
+      const Q& q, int codes_at, int step, const Staged& x, int column, int lane, float (&acc)[kBlocksN][4]) {
 #pragma unroll
     for (int s = 0; s < 2; s++) {  // 32 columns each
-      const int group = step * 2 + s;
-      u32 a[Q::kParts][8];
-#pragma unroll
-      for (int part = 0; part < Q::kParts; part++) {
-#pragma unroll
-        for (int r = 0; r < 8; r++) a[part][r] = q.fragment(codes_at, s * 8 + r, part);
+      const int first = column + (step * 2 + s) * 32;
+      if constexpr (Q::kScaled) {
+        multiply_codes(q, codes_at, step, s, x, first, lane, acc);
+      } else {
+        multiply_floats(q, s, x, first, lane, acc);
       }
-      constexpr int kRuns = 32 / Q::kGroup;  // scales of 32 columns
-      float scale[2][kRuns], shift[2][kRuns];
+    }
+  }
+
+  static __device__ __forceinline__ void multiply_codes(
+      const Q& q, int codes_at, int step, int s, const Staged& x, int first, int lane, float (&acc)[kBlocksN][4]) {
+    constexpr int kRuns = 32 / Q::kGroup;  // scales of 32 columns
+    const int g = lane >> 2, t = lane & 3;
+    u32 a[4];
 #pragma unroll
-      for (int i = 0; i < 2 * kRuns; i++) {
-        const int h = i & 1, m = i >> 1;
-        if constexpr (Q::kScaled) scale[h][m] = q.scale(h, step, s, m);
-        if constexpr (Q::kHasShift) shift[h][m] = __fmaf_rn(float(Q::kZero), scale[h][m], q.shift(h, step, s, m));
+    for (int r = 0; r < 4; r++) a[r] = q.bytes(codes_at, s, r >> 1, r & 1);
+    float scale[2][kRuns], shift[2][kRuns];
+#pragma unroll
+    for (int i = 0; i < 2 * kRuns; i++) {
+      const int h = i & 1, m = i >> 1;
+      scale[h][m] = q.scale(h, step, s, m);
+      if constexpr (Q::kHasShift) shift[h][m] = __fmaf_rn(float(Q::kZero), scale[h][m], q.shift(h, step, s, m));
+    }
+#pragma unroll
+    for (int n = 0; n < kBlocksN; n++) {
+      uint2 b = make_uint2(0, 0);
+      if (n * 8 + g < kColumns) b = *reinterpret_cast<const uint2*>(x.parts + (n * 8 + g) * x.pitch + first + t * 8);
+      int c[kRuns][4];
+#pragma unroll
+      for (int i = 0; i < 4 * kRuns; i++) c[i / 4][i % 4] = kSumBase;
+      if constexpr (kRuns == 1) {
+        mma_bytes32(c[0], a, b.x, b.y);
+      } else {
+        mma_bytes16(c[0], a, b.x);
+        mma_bytes16(c[1], a + 2, b.y);
       }
+      const float2 digit = *reinterpret_cast<const float2*>(x.scales + first / 32 * kSums + n * 8 + t * 2);
 #pragma unroll
-      for (int n = 0; n < kBlocksN; n++) {
-        uint4 b = make_uint4(0, 0, 0, 0);
-        if (n * 8 + g < kColumns) b = *reinterpret_cast<const uint4*>(parts + (n * 8 + g) * pitch + group * 32 + t * 8);
-        float c[kRuns][4] = {};
+      for (int m = 0; m < kRuns; m++) {
 #pragma unroll
-        for (int part = Q::kParts - 1; part >= 0; part--) {
-          mma_bf16(c[0], a[part], b.x, b.y);
-          mma_bf16(c[kRuns - 1], a[part] + 4, b.z, b.w);
+        for (int i = 0; i < 4; i++) {  // columns 2t + (i & 1) of rows g + 8 (i >> 1)
+          acc[n][i] = __fmaf_rn(scale[i >> 1][m], __fmul_rn(sum_value(c[m][i]), i & 1 ? digit.y : digit.x), acc[n][i]);
         }
+        if constexpr (Q::kHasShift) {
+          const float2 sum = *reinterpret_cast<const float2*>(x.sums + (first / Q::kGroup + m) * kSums + n * 8 + t * 2);
 #pragma unroll
-        for (int m = 0; m < kRuns; m++) {
-#pragma unroll
-          for (int i = 0; i < 4; i++) {  // columns 2t + (i & 1) of rows g + 8 (i >> 1)
-            if constexpr (Q::kScaled) acc[n][i] = __fmaf_rn(scale[i >> 1][m], c[m][i], acc[n][i]);
-            else acc[n][i] = __fadd_rn(acc[n][i], c[m][i]);
-          }
-          if constexpr (Q::kHasShift) {
-            const float2 sum = *reinterpret_cast<const float2*>(sums + (group * kRuns + m) * kSums + n * 8 + t * 2);
-#pragma unroll
-            for (int i = 0; i < 4; i++) acc[n][i] = __fmaf_rn(shift[i >> 1][m], i & 1 ? sum.y : sum.x, acc[n][i]);
-          }
+          for (int i = 0; i < 4; i++) acc[n][i] = __fmaf_rn(shift[i >> 1][m], i & 1 ? sum.y : sum.x, acc[n][i]);
         }
       }
+    }
+  }
+
+  static __device__ __forceinline__ void multiply_floats(const Q& q, int s, const Staged& x, int first, int lane, float (&acc)[kBlocksN][4]) {
+    const int g = lane >> 2, t = lane & 3;
+    u32 a[Q::kParts][8];
+#pragma unroll
+    for (int part = 0; part < Q::kParts; part++) {
+#pragma unroll
+      for (int r = 0; r < 8; r++) a[part][r] = q.fragment(0, s * 8 + r, part);
+    }
+#pragma unroll
+    for (int n = 0; n < kBlocksN; n++) {
+      uint4 b = make_uint4(0, 0, 0, 0);
+      if (n * 8 + g < kColumns) b = *reinterpret_cast<const uint4*>(x.parts + (n * 8 + g) * x.pitch + (first + t * 8) * 2);
+      float c[4] = {};
+#pragma unroll
+      for (int part = Q::kParts - 1; part >= 0; part--) {
+        mma_bf16(c, a[part], b.x, b.y);
+        mma_bf16(c, a[part] + 4, b.z, b.w);
+      }
+#pragma unroll
+      for (int i = 0; i < 4; i++) acc[n][i] = __fadd_rn(acc[n][i], c[i]);
     }
   }
 };
 
 // Blocks of one multiprocessor: two, except where 128 registers a thread do not hold codes and accumulators.
 template <int TYPE, int T>
-constexpr int kMinBlocks = T == 16 || (T == 8 && TYPE == Q6_K) ? 1 : 2;
+constexpr int kMinBlocks = T == 16 || (TYPE == Q6_K && T >= 4) || (TYPE == Q3_K && T >= 2) ? 1 : 2;
 
-// A row's sum of squares has one order: within each 8,192 columns a thread takes quads thread, thread + 256, ...; the warp's sum is added to what
+// A row's sum of squares has one order: within as many columns as are staged at one row, a thread takes quads thread, thread + 256, ...; the warp's sum is added to what
 // the warp has of earlier columns; last come the warps' sums in their order. At T = 1 that is how x is staged.
-constexpr int kSquareColumns = 8192;
+template <int TYPE>
+constexpr int kSquareColumns = Quant<TYPE>::kScaled ? 12288 : 8192;
 
 __device__ __forceinline__ void add_to_warp(float squares, float (&warp_squares)[kWarps]) {
   squares = warp_sum(squares);
@@ -203,9 +316,7 @@ __global__ void __launch_bounds__(kThreads, (kMinBlocks<TYPE, T>)) linear_rows(
   __shared__ float warp_sums[kWarps][kTileRows][kGroupN * 8 + 1];
   __shared__ float totals[kTileRows][P::kSums + 1];
   __shared__ float row_factor[T], warp_squares[kWarps], gates[T][kTileRows];
-  const int pitch = k_tile + kPadColumns;
-  u16* parts = reinterpret_cast<u16*>(dynamic);                                // [3T][pitch]
-  float* sums = reinterpret_cast<float*>(dynamic + P::kColumns * pitch * 2);  // [k_tile / kGroup][kSums]
+  const typename P::Staged staged(dynamic, k_tile);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int spans = (K + Q::kSpan - 1) / Q::kSpan, staged_spans = k_tile / Q::kSpan, tiles = (N + kTileRows - 1) / kTileRows;
   const int first_tile = paired ? 2 * blockIdx.x : blockIdx.x;
@@ -218,9 +329,7 @@ __global__ void __launch_bounds__(kThreads, (kMinBlocks<TYPE, T>)) linear_rows(
     const int span = warp + d * kWarps;
     if (span < spans && first_tile < tiles) weights[d].load(planes, i64(first_tile) * spans + span, lane);
   }
-  if constexpr (Q::kHasShift) {
-    for (int i = threadIdx.x; i < k_tile / Q::kGroup * P::kSums; i += kThreads) sums[i] = 0.0f;
-  }
+  P::clear(staged, k_tile);
   if (threadIdx.x < kWarps) warp_squares[threadIdx.x] = 0.0f;
   __syncthreads();
   wait_for_previous();
@@ -231,10 +340,10 @@ __global__ void __launch_bounds__(kThreads, (kMinBlocks<TYPE, T>)) linear_rows(
       for (int token = 0; token < rows; token++) {
         const float* row = x + i64(token) * K;
 #pragma unroll 1
-        for (int first = 0; first < K; first += kSquareColumns) {
+        for (int first = 0; first < K; first += kSquareColumns<TYPE>) {
           float squares = 0.0f;
-          for (int base = warp * 32; base < kSquareColumns / 4 && first + base * 4 < K; base += kThreads)
-            squares = P::add_squares(squares, P::four(row + first, (base + lane) * 4, K - first, K % 4 == 0));
+          for (int base = warp * 32; base < kSquareColumns<TYPE> / 4 && first + base * 4 < K; base += kThreads)
+            squares = add_squares(squares, four(row + first, (base + lane) * 4, K - first, K % 4 == 0));
           add_to_warp(squares, warp_squares);
         }
         __syncthreads();
@@ -254,7 +363,7 @@ __global__ void __launch_bounds__(kThreads, (kMinBlocks<TYPE, T>)) linear_rows(
       const int end = min(spans, first + staged_spans);
       if (tile == first_tile || staged_spans < spans) {
         __syncthreads();
-        const float squares = P::stage(x, norm, rows, K, first * Q::kSpan, (end - first) * Q::kSpan, pitch, parts, sums);
+        const float squares = P::stage(x, norm, rows, K, first * Q::kSpan, (end - first) * Q::kSpan, staged);
         if (summing) add_to_warp(squares, warp_squares);
         __syncthreads();
       }
@@ -262,10 +371,7 @@ __global__ void __launch_bounds__(kThreads, (kMinBlocks<TYPE, T>)) linear_rows(
 #pragma unroll
         for (int d = 0; d < kDepth; d++) {
           const int span = next + d * kWarps;
-          if (span < end) {
-            const int column = (span - first) * Q::kSpan;
-            P::multiply(weights[d], parts + column, sums + column / Q::kGroup * P::kSums, pitch, lane, acc);
-          }
+          if (span < end) P::multiply(weights[d], staged, (span - first) * Q::kSpan, lane, acc);
           // The same slot's next span: of this tile, or the first one of the block's next tile.
           const bool last = next + kDepth * kWarps >= spans;
           const int ahead = last ? warp + d * kWarps : span + kDepth * kWarps;

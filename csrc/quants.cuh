@@ -5,9 +5,11 @@
 // 32 s + 16 m + 4 t + 2 j + e of row g + 8 h: the A operand of mma.m16n8k16, four registers (m) after four.
 // Common to all types:
 //   kSpan       columns of a span            kGroup    neighbouring columns that share a scale
-//   kParts      bf16 numbers whose sum is a weight's code, exactly
-//   kScaled     weight = scale * code (+ shift), rounded as the oracle rounds
-//   kHasShift   there is a shift; the fragments then hold code - kZero, so that the products with them are small sums
+//   kScaled     weight = scale * code (+ shift), rounded as the oracle rounds; else a floating-point number
+//   kHasShift   there is a shift; the codes of `bytes` are then less by kZero, so that the products with them are small sums
+//   kScaled:    bytes(step, s, m, h), four codes as signed bytes: columns 4 t + 0, 2, 1, 3 of 32 s + 16 m, row g + 8 h: the A operand of
+//               mma.m16n8k32 over bytes, its k order permuted so that it takes least work to make
+//   else:       kParts bf16 numbers whose sum is the weight, exactly: fragment(step, register, part)
 // Registers and the step of codes are compile-time constants after unrolling, so nothing leaves the registers; the step of a scale need not be.
 // rotate() makes step 1's codes step 0's, step 2's step 1's, and so on.
 #pragma once
@@ -36,26 +38,13 @@ struct Planes {
 __device__ __forceinline__ u32 load4(const u8* address) { return __ldg(reinterpret_cast<const u32*>(address)); }
 __device__ __forceinline__ uint2 load8(const u8* address) { return __ldg(reinterpret_cast<const uint2*>(address)); }
 
-// a * b + c on two bf16 at once, rounded once. From sm_80 on.
-__device__ __forceinline__ u32 bf162_fma(u32 a, u32 b, u32 c) {
-  u32 d;
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
-  return d;
-}
-
-constexpr u32 kBf162One = 0x3f803f80u, kBf162MinusOne = 0xbf80bf80u;
-constexpr u32 kBf162Base = 0x43004300u;  // 128: or-ing 0 .. 127 into its 7 bits of mantissa adds them, exactly
-
-// Two codes 0 .. 127 (one a half) minus kZero, as bf16; exact.
+// Four unsigned codes less kZero <= 32, as signed bytes: no byte borrows from its neighbour.
 template <int kZero>
-__device__ __forceinline__ u32 centre(u32 pair) {
-  return bf162_fma(pair | kBf162Base, kBf162One, (0xc300u + kZero) * 0x10001u);  // (128 + code) - (128 + zero)
+__device__ __forceinline__ u32 centre(u32 codes) {
+  return ((codes | 0x80808080u) - u32(kZero) * 0x01010101u) ^ 0x80808080u;
 }
 
-// Two signed bytes (one a half, upper bits zero) as bf16: (128 + low 7 bits) - (128, or 256 where the sign bit is set).
-__device__ __forceinline__ u32 signed_bytes(u32 pair) {
-  return bf162_fma((pair & 0x00800080u) | kBf162Base, kBf162MinusOne, (pair & 0x007f007fu) | kBf162Base);
-}
+__device__ __forceinline__ u32 shifted(u32 word, int down) { return down >= 0 ? word >> down : word << -down; }
 
 // 0 .. 2^23 - 1 as float, through the mantissa of 2^23: cheaper than a conversion.
 __device__ __forceinline__ float small_int(u32 value, float minus = 0.0f) {
@@ -100,6 +89,23 @@ struct CodeWords {
   __device__ __forceinline__ void rotate() {
 #pragma unroll
     for (int i = 0; i + kBits < kWords; i++) w[i] = w[i + kBits];
+  }
+
+  // Four codes, a byte each, shifted left by kUp: both j and both e of (s, m, h), in the order (j, e) = 00 10 01 11.
+  template <int kUp = 0>
+  __device__ __forceinline__ u32 bytes(int step, int s, int m, int h) const {
+    constexpr u32 kMask = ((1u << kBits) - 1) << kUp;
+    if constexpr (kBits == 8) {
+      const int at = step * 8 + (s * 2 + m) * 2;
+      return __byte_perm(w[at], w[at + 1], h ? 0x7351 : 0x6240);
+    } else if constexpr (kBits == 4) {
+      return shifted(w[step * 4 + s * 2 + m], 4 * h - kUp) & (kMask * 0x01010101u);
+    } else {
+      // A byte of each half holds both j: copied, its codes for j = 0 are taken from the even bytes, for j = 1 from the odd ones.
+      const int byte = kBits == 2 ? m : s, first = kBits == 2 ? 2 * h : 4 * m + h, second = first + 2 * kBits;
+      const u32 both = __byte_perm(w[step * kBits + (kBits == 2 ? s : 0)], 0, byte * 0x0011 | (byte + 2) * 0x1100);
+      return (shifted(both, first - kUp) & (kMask * 0x00010001u)) | (shifted(both, second - kUp) & (kMask * 0x01000100u));
+    }
   }
 
   // The codes of both halves of a register, shifted left by kUp.
@@ -196,14 +202,14 @@ struct BlockScaleShift {  // d, m
 
 template <>
 struct Quant<Q8_0> : BlockScale {
-  static constexpr int kSpan = 64, kGroup = 32, kParts = 1, kZero = 0;
+  static constexpr int kSpan = 64, kGroup = 32, kZero = 0;
   static constexpr bool kScaled = true;
   CodeWords<8, 1> q;
   __device__ __forceinline__ void load(const Planes& p, i64 span, int lane) {
     q.load(p.p0, span, lane);
     BlockScale::load(p.p1, span, lane);
   }
-  __device__ __forceinline__ u32 fragment(int step, int reg, int) const { return signed_bytes(q.pair(step, reg)); }
+  __device__ __forceinline__ u32 bytes(int step, int s, int m, int h) const { return q.bytes(step, s, m, h); }
   __device__ __forceinline__ float level(int step, int reg, int e) const { return float(static_cast<signed char>(q.pair(step, reg) >> (16 * e))); }
   __device__ __forceinline__ float scale(int h, int step, int s, int m) const { return BlockScale::scale(h, s); }
 };
@@ -212,7 +218,7 @@ struct Quant<Q8_0> : BlockScale {
 // (levels are code - kZero); with one it is ours (levels are codes).
 template <int kZeroCode, bool kFifthBit, typename Scales>
 struct Block4 : Scales {
-  static constexpr int kSpan = 64, kGroup = 32, kParts = 1, kZero = kZeroCode;
+  static constexpr int kSpan = 64, kGroup = 32, kZero = kZeroCode;
   static constexpr bool kScaled = true;
   CodeWords<4, 1> q;
   CodeWords<1, 1> fifth;
@@ -225,7 +231,10 @@ struct Block4 : Scales {
     if constexpr (kFifthBit) return q.pair(step, reg) | fifth.template pair<4>(step, reg);
     return q.pair(step, reg);
   }
-  __device__ __forceinline__ u32 fragment(int step, int reg, int) const { return centre<kZero>(pair(step, reg)); }
+  __device__ __forceinline__ u32 bytes(int step, int s, int m, int h) const {
+    if constexpr (kFifthBit) return centre<kZero>(q.bytes(step, s, m, h) | fifth.template bytes<4>(step, s, m, h));
+    return centre<kZero>(q.bytes(step, s, m, h));
+  }
   __device__ __forceinline__ float level(int step, int reg, int e) const {
     return small_int(pair(step, reg) >> (16 * e) & 31, Scales::kHasShift ? 0.0f : float(kZero));
   }
@@ -256,25 +265,30 @@ struct TableCodes : CodeWords<4, kSteps> {
     const u32 word = this->w[step * 4 + reg / 4];
     return __byte_perm(table_levels(word & 0xffff), table_levels(word >> 16), reg % 4 | (4 + reg % 4) << 8) & 0x00ff00ffu;
   }
+  // As CodeWords::bytes.
+  __device__ __forceinline__ u32 level_bytes(int step, int s, int m, int h) const {
+    const u32 word = this->w[step * 4 + s * 2 + m];
+    return __byte_perm(table_levels(word & 0xffff), table_levels(word >> 16), h ? 0x7531 : 0x6420);
+  }
 };
 
 template <>
 struct Quant<IQ4_NL> : BlockScale {
-  static constexpr int kSpan = 64, kGroup = 32, kParts = 1, kZero = 0;
+  static constexpr int kSpan = 64, kGroup = 32, kZero = 0;
   static constexpr bool kScaled = true;
   TableCodes<1> q;
   __device__ __forceinline__ void load(const Planes& p, i64 span, int lane) {
     q.load(p.p0, span, lane);
     BlockScale::load(p.p1, span, lane);
   }
-  __device__ __forceinline__ u32 fragment(int step, int reg, int) const { return signed_bytes(q.levels(step, reg)); }
+  __device__ __forceinline__ u32 bytes(int step, int s, int m, int h) const { return q.level_bytes(step, s, m, h); }
   __device__ __forceinline__ float level(int step, int reg, int e) const { return float(static_cast<signed char>(q.levels(step, reg) >> (16 * e))); }
   __device__ __forceinline__ float scale(int h, int step, int s, int m) const { return BlockScale::scale(h, s); }
 };
 
 template <>
 struct Quant<IQ4_XS> {
-  static constexpr int kSpan = 256, kGroup = 32, kParts = 1, kZero = 0;
+  static constexpr int kSpan = 256, kGroup = 32, kZero = 0;
   static constexpr bool kScaled = true, kHasShift = false;
   TableCodes<4> q;
   uint4 meta;  // a row is (d, high bits of the scales) and their low nibbles
@@ -283,7 +297,7 @@ struct Quant<IQ4_XS> {
     meta = __ldg(reinterpret_cast<const uint4*>(p.p1 + span * 128 + (lane >> 2) * 16));
   }
   __device__ __forceinline__ void rotate() { q.rotate(); }
-  __device__ __forceinline__ u32 fragment(int step, int reg, int) const { return signed_bytes(q.levels(step, reg)); }
+  __device__ __forceinline__ u32 bytes(int step, int s, int m, int h) const { return q.level_bytes(step, s, m, h); }
   __device__ __forceinline__ float level(int step, int reg, int e) const { return float(static_cast<signed char>(q.levels(step, reg) >> (16 * e))); }
   __device__ __forceinline__ float scale(int h, int step, int s, int m) const {
     const u32 d_high = h ? meta.z : meta.x, low = h ? meta.w : meta.y;
@@ -316,7 +330,7 @@ struct PackedScales {
 
 template <int kZeroCode, bool kFifthBit>
 struct SuperBlock4 {
-  static constexpr int kSpan = 256, kGroup = 32, kParts = 1, kZero = kZeroCode;
+  static constexpr int kSpan = 256, kGroup = 32, kZero = kZeroCode;
   static constexpr bool kScaled = true, kHasShift = true;
   CodeWords<4, 4> q;
   CodeWords<1, 4> fifth;
@@ -334,7 +348,10 @@ struct SuperBlock4 {
     if constexpr (kFifthBit) return q.pair(step, reg) | fifth.template pair<4>(step, reg);
     return q.pair(step, reg);
   }
-  __device__ __forceinline__ u32 fragment(int step, int reg, int) const { return centre<kZero>(pair(step, reg)); }
+  __device__ __forceinline__ u32 bytes(int step, int s, int m, int h) const {
+    if constexpr (kFifthBit) return centre<kZero>(q.bytes(step, s, m, h) | fifth.template bytes<4>(step, s, m, h));
+    return centre<kZero>(q.bytes(step, s, m, h));
+  }
   __device__ __forceinline__ float level(int step, int reg, int e) const { return small_int(pair(step, reg) >> (16 * e) & 31); }
   __device__ __forceinline__ float scale(int h, int step, int s, int m) const { return packed.scale(h, step * 2 + s); }
   __device__ __forceinline__ float shift(int h, int step, int s, int m) const { return packed.shift(h, step * 2 + s); }
@@ -345,7 +362,7 @@ template <> struct Quant<Q5_K> : SuperBlock4<16, true> {};
 
 template <>
 struct Quant<Q2_K> {
-  static constexpr int kSpan = 256, kGroup = 16, kParts = 1, kZero = 2;
+  static constexpr int kSpan = 256, kGroup = 16, kZero = 2;
   static constexpr bool kScaled = true, kHasShift = true;
   CodeWords<2, 4> q;
   uint4 scales[2];  // a byte a group of 16: scale in the low nibble, shift in the high one
@@ -362,7 +379,7 @@ struct Quant<Q2_K> {
     const uint4& r = scales[h];
     return step == 0 ? r.x : step == 1 ? r.y : step == 2 ? r.z : r.w;
   }
-  __device__ __forceinline__ u32 fragment(int step, int reg, int) const { return centre<kZero>(q.pair(step, reg)); }
+  __device__ __forceinline__ u32 bytes(int step, int s, int m, int h) const { return centre<kZero>(q.bytes(step, s, m, h)); }
   __device__ __forceinline__ float level(int step, int reg, int e) const { return small_int(q.pair(step, reg) >> (16 * e) & 3); }
   __device__ __forceinline__ float scale(int h, int step, int s, int m) const {
     return __fmul_rn(low_half(h ? dm.y : dm.x), byte_value(scale_word(h, step) & 0x0f0f0f0fu, s * 2 + m));
@@ -374,7 +391,7 @@ struct Quant<Q2_K> {
 
 template <>
 struct Quant<Q3_K> {
-  static constexpr int kSpan = 256, kGroup = 16, kParts = 1, kZero = 4;
+  static constexpr int kSpan = 256, kGroup = 16, kZero = 4;
   static constexpr bool kScaled = true, kHasShift = false;
   CodeWords<2, 4> q;
   CodeWords<1, 4> third;
@@ -392,7 +409,9 @@ struct Quant<Q3_K> {
     third.rotate();
   }
   __device__ __forceinline__ u32 pair(int step, int reg) const { return q.pair(step, reg) | third.pair<2>(step, reg); }
-  __device__ __forceinline__ u32 fragment(int step, int reg, int) const { return centre<kZero>(pair(step, reg)); }
+  __device__ __forceinline__ u32 bytes(int step, int s, int m, int h) const {
+    return centre<kZero>(q.bytes(step, s, m, h) | third.bytes<2>(step, s, m, h));
+  }
   __device__ __forceinline__ float level(int step, int reg, int e) const { return small_int(pair(step, reg) >> (16 * e) & 7, kZero); }
   __device__ __forceinline__ u32 scale_word(int h, int i) const {
     const int word = h * 3 + i;
@@ -408,7 +427,7 @@ struct Quant<Q3_K> {
 
 template <>
 struct Quant<Q6_K> {
-  static constexpr int kSpan = 256, kGroup = 16, kParts = 1, kZero = 32;
+  static constexpr int kSpan = 256, kGroup = 16, kZero = 32;
   static constexpr bool kScaled = true, kHasShift = false;
   CodeWords<4, 4> q;
   CodeWords<2, 4> upper;
@@ -427,7 +446,9 @@ struct Quant<Q6_K> {
     upper.rotate();
   }
   __device__ __forceinline__ u32 pair(int step, int reg) const { return q.pair(step, reg) | upper.pair<4>(step, reg); }
-  __device__ __forceinline__ u32 fragment(int step, int reg, int) const { return centre<kZero>(pair(step, reg)); }
+  __device__ __forceinline__ u32 bytes(int step, int s, int m, int h) const {
+    return centre<kZero>(q.bytes(step, s, m, h) | upper.bytes<4>(step, s, m, h));
+  }
   __device__ __forceinline__ float level(int step, int reg, int e) const { return small_int(pair(step, reg) >> (16 * e) & 63, kZero); }
   __device__ __forceinline__ float scale(int h, int step, int s, int m) const {
     const uint4& r = scales[h];

@@ -15,20 +15,20 @@ from rollkv.quants import FORMATS, TILE_ROWS
 MAX_ROWS = 16
 WARPS = 8
 _ROWS = (1, 2, 4, 8, 16)
-_PAD_COLUMNS = 32
+_PAD_BYTES = 32  # of a staged row of x
 _BLOCKS_PER_SM = 2
 SHARED_LIMIT = 99 << 10  # what a block can have on every device from compute capability 8.0 on
 
-# Columns of x staged at a time, by rows and span: what SHARED_LIMIT holds in six bytes a column and row, in whole rounds of the warps where
-# the depth allows; no more than half of that at one row, so that blocks share a multiprocessor.
+# Columns of x staged at a time, by rows: three bytes a column and row of quantised weights (and scales), six of the others, within half of
+# SHARED_LIMIT where it can be, so that blocks share a multiprocessor. At one row it is part of the order of the sum of squares.
 _STAGED_COLUMNS = {
-    64: {1: 8192, 2: 4096, 4: 2048, 8: 1024, 16: 768},
-    256: {1: 8192, 2: 4096, 4: 2048, 8: 1536, 16: 768},
+    True: {1: 12288, 2: 8192, 4: 4096, 8: 2048, 16: 1024},
+    False: {1: 8192, 2: 4096, 4: 2048, 8: 1024, 16: 512},
 }
 # Spans of weights in flight a warp, at one row: about 2 to 4 KB, as far as 128 registers go.
 _DEPTH = {
     "Q8_0": 4, "Q4_0": 4, "Q4_1": 4, "Q5_0": 4, "Q5_1": 4, "IQ4_NL": 4, "F16": 2, "BF16": 2, "F32": 1,
-    "Q2_K": 2, "Q3_K": 2, "Q4_K": 2, "Q6_K": 2, "Q5_K": 1, "IQ4_XS": 1,
+    "Q4_K": 2, "Q6_K": 2, "Q2_K": 1, "Q3_K": 1, "Q5_K": 1, "IQ4_XS": 1,
 }  # fmt: skip
 # Types with a shift need the sums of x over the columns that share one.
 _SUM_GROUP = {"Q4_1": 32, "Q5_1": 32, "Q4_K": 32, "Q5_K": 32, "Q2_K": 16}
@@ -50,7 +50,12 @@ def _depth(qtype: str, rows: int) -> int:
     span, depth = FORMATS[qtype].span, _DEPTH[qtype]
     if (span == 256 and rows > 1) or (not FORMATS[qtype].metas and rows >= 4):
         return 1
-    return max((d for d in range(1, depth + 1) if _STAGED_COLUMNS[span][rows] % (WARPS * span * d) == 0), default=1)
+    depth = min(depth, 2) if rows >= 8 else depth
+    return max((d for d in range(1, depth + 1) if _staged_columns(qtype, rows) % (WARPS * span * d) == 0), default=1)
+
+
+def _staged_columns(qtype: str, rows: int) -> int:
+    return _STAGED_COLUMNS[bool(FORMATS[qtype].metas)][rows]
 
 
 def static_shared_bytes(rows: int) -> int:
@@ -64,10 +69,13 @@ def launch_shape(qtype: str, num_rows: int, num_outputs: int, columns: int, num_
     """For x (num_rows, columns) and a weight (num_outputs, columns) on a device with num_sms multiprocessors."""
     rows = next(r for r in _ROWS if r >= num_rows)
     span = FORMATS[qtype].span
-    staged = min(_STAGED_COLUMNS[span][rows], -(-columns // span) * span)
-    shared = 3 * rows * (staged + _PAD_COLUMNS) * 2
+    staged, sums = min(_staged_columns(qtype, rows), -(-columns // span) * span), -(-3 * rows // 8) * 8 * 4
+    quantised = bool(FORMATS[qtype].metas)
+    shared = 3 * rows * (staged * (1 if quantised else 2) + _PAD_BYTES)
+    if quantised:
+        shared += staged // 32 * sums
     if qtype in _SUM_GROUP:
-        shared += staged // _SUM_GROUP[qtype] * (-(-3 * rows // 8) * 8) * 4
+        shared += staged // _SUM_GROUP[qtype] * sums
     blocks = min(-(-num_outputs // TILE_ROWS), num_sms * _BLOCKS_PER_SM)
     return Shape(rows, _depth(qtype, rows), staged, shared, blocks)
 

@@ -87,9 +87,13 @@ class Backend(Protocol):
     def name(self) -> str: ...
 
     # -- memory ----------------------------------------------------------------------------------------------------------------
-    def reserve(self, num_bytes: int) -> None:
-        """Takes num_bytes of device memory at once; `empty`, `upload` and the weights live in it from then on.
+    def reserve(self, *, weight_bytes: int = 0, run_bytes: int = 0) -> None:
+        """Takes device memory at once: one piece in which weights live from then on, one for everything else.
         So use is flat after loading, and what the plan says is what is taken."""
+        ...
+
+    def clear(self) -> None:
+        """Waits for what is under way and gives back everything but the weights: arrays, host pages, scratch, recorded work."""
         ...
 
     def reserve_linear(self, max_rows: int, max_columns: int, slab_bytes: int) -> None:

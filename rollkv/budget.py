@@ -12,7 +12,7 @@ from rollkv.host_memory import HostMemory
 from rollkv.pages import fresh_pages, pages_for, sliding_ring_pages
 from rollkv.stream_plan import RingShape
 from rollkv.units import MIB, format_size, round_up
-from rollkv.workspace import ALIGNMENT, arena_bytes, workspace_arrays
+from rollkv.workspace import ALIGNMENT, GRANULE_BYTES, arena_bytes, workspace_arrays
 
 # Without a device to measure: a bare context (518 MiB on an H200 with driver 580). Kernels, those of cuBLAS included, and recorded steps come
 # on top as they are first used: 69 MiB for SmolLM2 on the same card.
@@ -60,9 +60,14 @@ class Budget:
         return self.window_pages < self.total_pages
 
     @property
-    def arena_bytes(self) -> int:
-        """What the engine takes from the device in one piece: everything but context and modules."""
-        return self.total_bytes - sum(size for name, size in self.device if name in ("context", "modules"))
+    def weight_bytes(self) -> int:
+        """The piece of device memory that the weights fill."""
+        return sum(size for name, size in self.device if name == "weights")
+
+    @property
+    def run_bytes(self) -> int:
+        """The other piece that the engine takes: everything but context, modules and weights."""
+        return self.total_bytes - sum(size for name, size in self.device if name in ("context", "modules", "weights"))
 
     def lines(self) -> list[tuple[str, int]]:
         """Device memory by name, largest concern first; ends with nothing hidden: they add up to total_bytes."""
@@ -181,7 +186,7 @@ class _Planner:
         lines = [
             ("context", self.overhead.context_bytes),
             ("modules", self.overhead.modules_bytes),
-            ("weights", arena_bytes(list(self.weight_bytes.values()))),
+            ("weights", round_up(arena_bytes(list(self.weight_bytes.values())), GRANULE_BYTES)),
             ("resident window", arena_bytes([window * size for size in full])),
             ("sliding-window rings", arena_bytes(sliding)),
             ("staging ring", round_up(ring.num_slots * ring.slot_pages * max(full), ALIGNMENT) if ring else 0),

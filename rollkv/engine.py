@@ -17,6 +17,7 @@ from rollkv.host_backend import HostBackend
 from rollkv.host_memory import host_memory
 from rollkv.kv_cache import KVCache
 from rollkv.model.decode import Decoder
+from rollkv.model.fill import append_random
 from rollkv.model.forward import enter, forward, logits
 from rollkv.model.step import Model
 from rollkv.model_config import model_config
@@ -70,23 +71,42 @@ class Stats:
 
 
 class Engine:
-    """One model, one sequence. Everything on the device is allocated by the time the constructor returns."""
+    """One model, one sequence. Everything on the device is allocated by the time the constructor, or `replan`, returns."""
 
     def __init__(
         self, backend: Backend, file: GgufFile, config: ModelConfig, cache: CacheConfig, budget: Budget, on_load: Progress | None = None
     ) -> None:
         self.backend = backend
         self.config = config
-        self.cache_config = cache
-        self.budget = budget
-        self.stats = Stats(cap_bytes=budget.cap_bytes)
-        self._position = 0
+        self._weight_bytes = weight_bytes(file, config)
+        self._allocate(cache, budget)
+        self._weights = load_weights(backend, config, file.tensors, on_load)
+        self._begin()
+
+    def replan(self, cache: CacheConfig, vram_target: int | None = None) -> None:
+        """Plans and takes everything but the weights anew, as a fresh load with this configuration would, and forgets the sequence.
+
+        Raises OutOfMemoryError and UsageError as `load` does; the engine then holds weights alone, and waits for another plan or `close`.
+        """
+        self._decoder.close()
+        self.backend.clear()
+        budget = plan_on(self.backend, self.config, self._weight_bytes, cache, vram_target)
+        self.backend.reserve(run_bytes=budget.run_bytes)
+        self._allocate(cache, budget)
+        self._begin()
+
+    def _allocate(self, cache: CacheConfig, budget: Budget) -> None:
+        backend, config = self.backend, self.config
+        self.cache_config, self.budget = cache, budget
         backend.reserve_linear(min(cache.ubatch, cache.ctx_size), widest_input(config), SLAB_BYTES)
         self._cache = KVCache(backend, config, cache, budget)
-        workspace = {name: backend.empty(name, spec.shape, spec.dtype) for name, spec in workspace_arrays(config, cache).items()}
-        weights = load_weights(backend, config, file.tensors, on_load)
-        self._model = Model(backend, config, weights, self._cache, workspace, ropes_of(config))
+        self._workspace = {name: backend.empty(name, spec.shape, spec.dtype) for name, spec in workspace_arrays(config, cache).items()}
+
+    def _begin(self) -> None:
+        self._model = Model(self.backend, self.config, self._weights, self._cache, self._workspace, ropes_of(self.config))
         self._decoder = Decoder(self._model)
+        self.stats = Stats(cap_bytes=self.budget.cap_bytes)
+        self._position = 0
 
     @property
     def backend_name(self) -> str:
@@ -99,7 +119,7 @@ class Engine:
 
     @property
     def copied_bytes(self) -> tuple[int, int]:
-        """(tail to device, device to tail) since loading."""
+        """(tail to device, device to tail) since memory was planned."""
         return self._cache.copied_in_bytes, self._cache.copied_out_bytes
 
     def __enter__(self) -> "Engine":
@@ -135,6 +155,16 @@ class Engine:
         out = self._decoder.step(ids, self._position)
         self._position += 1
         return self._finite(self.backend.read(out)[0], ids)
+
+    def fill_random(self, num_cells: int, seed: int) -> None:
+        """Appends num_cells cells of random keys and values instead of a prompt's: for speeds at a depth whose prefill would take too long.
+        Logits behind them mean nothing. The same seed gives the same cells, whatever the residency. Raises UsageError beyond the context."""
+        self._check_room(num_cells)
+        draw = np.random.default_rng(seed)
+        for begin in range(0, num_cells, self.cache_config.ubatch):
+            count = min(self.cache_config.ubatch, num_cells - begin)
+            append_random(self._model, self._position, count, draw)
+            self._position += count
 
     def logit_rows(self, tokens: Sequence[int]) -> Iterator[np.ndarray]:
         """Appends tokens; yields the logits behind each of them in slices of at most 16 rows, float32 [rows, vocab]."""
@@ -208,11 +238,14 @@ class Engine:
         wrong = ids[(ids < 0) | (ids >= self.config.vocab_size)]
         if wrong.size:
             raise UsageError(f"token id {wrong[0]} is outside the vocabulary of {self.config.vocab_size}; give ids from 0 on")
-        if self._position + ids.size > self.cache_config.ctx_size:
-            raise UsageError(
-                f"{self._position} cached cells and {ids.size} more exceed the context of {self.cache_config.ctx_size}; raise --ctx-size"
-            )
+        self._check_room(ids.size)
         return ids.astype(np.int32)
+
+    def _check_room(self, num_cells: int) -> None:
+        if self._position + num_cells > self.cache_config.ctx_size:
+            raise UsageError(
+                f"{self._position} cached cells and {num_cells} more exceed the context of {self.cache_config.ctx_size}; raise --ctx-size"
+            )
 
     def _ubatches(self, ids: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
         for begin in range(0, len(ids), self.cache_config.ubatch):
@@ -303,21 +336,28 @@ def load_on(
     on_load: Progress | None = None,
 ) -> Engine:
     """As load, on an open file and a backend of the caller's, which stays open if this fails."""
+    budget = plan_on(machine, config, weight_bytes(file, config), cache, vram_target)
+    machine.reserve(weight_bytes=budget.weight_bytes, run_bytes=budget.run_bytes)
+    return Engine(machine, file, config, cache, budget, on_load)
+
+
+def plan_on(machine: Backend, config: ModelConfig, weights: dict[str, int], cache: CacheConfig, vram_target: int | None) -> Budget:
+    """The budget of a run on a backend that holds nothing, or weights alone; bytes of the weights by name. Raises OutOfMemoryError when it
+    exceeds the cap, the device or host memory."""
     use, limit, overhead = machine.device_use(), vram_target, None
     if use is not None:
         modules = max(use.modules_bytes, DEFAULT_MODULES_BYTES)  # kernels load as they are first used
         overhead = DeviceOverhead(use.context_bytes, modules, measured=True)
-        available = use.free_bytes + use.context_bytes + use.modules_bytes
+        available = use.free_bytes + use.used_bytes
         limit = vram_target or available
-    budget = budget_of(file, config, cache, limit, overhead)
+    budget = _budget(config, weights, cache, limit, overhead)
     if use is not None and budget.total_bytes > available:
         raise OutOfMemoryError(
             f"the run needs {format_size(budget.total_bytes)} on the device, but {format_size(available)} of it can be had now; "
             "free device memory, or lower --vram-target"
         )
     check_host_tail(budget, host_memory())
-    machine.reserve(budget.arena_bytes)
-    return Engine(machine, file, config, cache, budget, on_load)
+    return budget
 
 
 def _open_backend(name: BackendName, device: int, warn: Callable[[str], None]) -> Backend:
@@ -338,8 +378,16 @@ def _open_backend(name: BackendName, device: int, warn: Callable[[str], None]) -
 
 def budget_of(file: GgufFile, config: ModelConfig, cache: CacheConfig, cap: int | None, overhead: DeviceOverhead | None) -> Budget:
     """The budget of a run of an open file. Raises as plan_budget does."""
-    weights = {
+    return _budget(config, weight_bytes(file, config), cache, cap, overhead)
+
+
+def weight_bytes(file: GgufFile, config: ModelConfig) -> dict[str, int]:
+    """Bytes on the device of every tensor that loading takes, by name."""
+    return {
         tensor.name: device_bytes(tensor.qtype, tensor.shape) if len(tensor.shape) == 2 else 4 * tensor.shape[0]  # vectors are f32
         for tensor in used_tensors(config, file.tensors)
     }
+
+
+def _budget(config: ModelConfig, weights: dict[str, int], cache: CacheConfig, cap: int | None, overhead: DeviceOverhead | None) -> Budget:
     return plan_budget(config, cache, weights, linear_scratch(config, cache), cap_bytes=cap, overhead=overhead)

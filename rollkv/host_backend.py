@@ -79,8 +79,12 @@ class HostBackend:
         self._done = dict.fromkeys(Stream, 0)
 
     # -- memory ----------------------------------------------------------------------------------------------------------------
-    def reserve(self, num_bytes: int) -> None:
+    def reserve(self, *, weight_bytes: int = 0, run_bytes: int = 0) -> None:
         """NumPy allocates array by array."""
+
+    def clear(self) -> None:
+        """NumPy frees an array when nobody refers to it any more."""
+        self.synchronize()
 
     def reserve_linear(self, max_rows: int, max_columns: int, slab_bytes: int) -> None:
         """NumPy needs no scratch of ours."""

@@ -8,6 +8,7 @@ from rollkv.pages import pages_for, sliding_ring_pages
 from rollkv.units import round_up
 
 ALIGNMENT = 256  # bytes; every array of the device arena begins at a multiple
+GRANULE_BYTES = 2 << 20  # in which the driver hands out device memory
 MAX_FEW_ROWS = 16  # rows up to which products are batch-invariant (decode, output matrix, verification)
 SLAB_BYTES = 64 << 20
 GEMM_WORKSPACE_BYTES = 32 << 20  # what cuBLAS asks for on Hopper; less would rule out some of its kernels

@@ -64,6 +64,49 @@ def test_lengths_around_pages_and_windows(length: int) -> None:
     assert np.abs(got - want["logits"][: length + 3]).max() <= 6 * want["err_f16"].max()
 
 
+@pytest.mark.parametrize("model", ["qwen3", "gemma3"])
+def test_a_new_plan_gives_the_bits_and_the_memory_of_a_fresh_load(model: str) -> None:
+    """One load of the weights; window, ring, tail, context and ubatch change. Use stays within what each plan says."""
+    from rollkv.cuda.backend import CudaBackend
+
+    tokens = engines.fixture(model)["tokens"].tolist() * 5
+    options = {"page_cells": PAGE, "kv": "f16", "ubatch": 200}
+    plans = [
+        engines.cache(800, window=2 * PAGE, **options),  # type: ignore[arg-type]
+        engines.cache(800, **options),  # type: ignore[arg-type]
+        engines.cache(300, window=PAGE, page_cells=PAGE, kv="f16", ubatch=64),
+        engines.cache(800, window=2 * PAGE, **options),  # type: ignore[arg-type]
+    ]
+    with cuda_engine(model, plans[0]) as engine:
+        for plan in plans:
+            engine.prefill(tokens[:100])
+            engine.replan(plan)
+            part = tokens[: plan.ctx_size]
+            rows = np.concatenate([*engine.logit_rows(part[:250]), *(engine.decode(token)[None] for token in part[250:])])
+            assert isinstance(engine.backend, CudaBackend)
+            assert engine.backend.memory_used_bytes() <= engine.budget.total_bytes
+            accounts = engine.backend.device_bytes
+            assert (
+                sum(accounts.values()) - accounts["context"] - accounts["modules"] <= engine.budget.weight_bytes + engine.budget.run_bytes
+            )
+            np.testing.assert_array_equal(rows, rows_of(cuda_engine(model, plan), part, 250))
+            engine.reset()
+
+
+def test_random_cells_are_the_same_wherever_they_lie() -> None:
+    tokens = engines.fixture("qwen3")["tokens"].tolist()
+
+    def rows(window: int | None) -> np.ndarray:
+        with cuda_engine("qwen3", engines.cache(800, window=window, page_cells=PAGE, kv="f16", ubatch=200)) as engine:
+            engine.fill_random(700, 3)
+            return np.concatenate([*engine.logit_rows(tokens[:50]), *(engine.decode(token)[None] for token in tokens[50:90])])
+
+    resident = rows(None)
+    assert np.isfinite(resident).all()
+    for pages in (1, 2, 5):
+        np.testing.assert_array_equal(rows(pages * PAGE), resident, err_msg=f"window of {pages} pages")
+
+
 def test_closing_gives_everything_back() -> None:
     """A context opened afterwards is as large as one opened before, by this process's own account."""
     from rollkv.cuda.backend import CudaBackend

@@ -38,7 +38,7 @@ FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("F5 state", ("weights", "kv_cache")),
     ("F6 the forward pass", ("model.step",)),
     ("F6 .. shared blocks", ("model.blocks",)),
-    ("F6 .. families", ("model.llama", "model.gemma3")),
+    ("F6 .. families", ("model.llama", "model.gemma3", "model.fill")),
     ("F6 .. all layers", ("model.forward",)),
     ("F6 .. one token at a time", ("model.decode",)),
     ("F7 the loop", ("engine",)),

@@ -1,7 +1,7 @@
 """Backend on one NVIDIA GPU: memory, order and copies from the modules beside it, operations from kernels/ and gemm.py.
 
-Everything is issued asynchronously; `read` and `synchronize` wait. Device memory is taken by `reserve` and lives until `close`; after
-loading nothing allocates. Used from the thread that made it.
+Everything is issued asynchronously; `read` and `synchronize` wait. Device memory is taken by `reserve`; weights live until `close`, the rest
+until `clear`; in between nothing allocates. Used from the thread that made it.
 """
 
 from collections.abc import Callable, Iterable
@@ -68,6 +68,7 @@ class CudaBackend:
         self.context_bytes = self._context.context_bytes
         streams = self._context.streams
         self.launcher = Launcher(self._calls, arch_name(*self.facts.capability), streams, cache)
+        self._weights = DeviceMemory(self._calls, cap_bytes, self._context.used_bytes)
         self._memory = DeviceMemory(self._calls, cap_bytes, self._context.used_bytes)
         self._pinned = PinnedMemory(self._calls, host_chunk_bytes, warn)
         self._events = Events(self._calls, streams)
@@ -87,12 +88,12 @@ class CudaBackend:
     @property
     def device_bytes(self) -> dict[str, int]:
         """Device memory by label: context, modules (code and what libraries keep), and every allocation."""
-        return {"context": self.context_bytes, "modules": self.modules_bytes, **self._memory.accounts}
+        return {"context": self.context_bytes, "modules": self.modules_bytes, **self._weights.accounts, **self._memory.accounts}
 
     @property
     def modules_bytes(self) -> int:
-        """What the process holds beside context and arena: grows with the kernels loaded so far; call `prepare` first."""
-        return max(self._context.used_bytes() - self.context_bytes - self._memory.slab_bytes, 0)
+        """What the process holds beside context and reserved memory: grows with the kernels loaded so far; call `prepare` first."""
+        return max(self._context.used_bytes() - self.context_bytes - self._weights.slab_bytes - self._memory.slab_bytes, 0)
 
     @property
     def pinned_bytes(self) -> int:
@@ -111,8 +112,14 @@ class CudaBackend:
         return self._context.free_bytes()
 
     # -- memory ----------------------------------------------------------------------------------------------------------------
-    def reserve(self, num_bytes: int) -> None:
-        self._memory.reserve(num_bytes)
+    def reserve(self, *, weight_bytes: int = 0, run_bytes: int = 0) -> None:
+        for memory, num_bytes in ((self._weights, weight_bytes), (self._memory, run_bytes)):
+            if num_bytes:
+                memory.reserve(num_bytes)
+
+    def clear(self) -> None:
+        self.synchronize()
+        self._clear()
 
     def prepare(self, specs: Iterable[KernelSpec]) -> None:
         """Compiles and loads kernels ahead, so that their memory is taken before the first token."""
@@ -120,7 +127,7 @@ class CudaBackend:
 
     def reserve_linear(self, max_rows: int, max_columns: int, slab_bytes: int) -> None:
         """Scratch of `linear` for up to max_rows rows of up to max_columns columns, and of `load_weight`; the bytes are those of
-        workspace.linear_scratch. Call it once, before weights load."""
+        workspace.linear_scratch. Call it once, before weights load, and again behind `clear`."""
         if self._scratch is not None:
             raise ValueError("reserve_linear was called before")
         slab = self.empty("dequantised weights", (slab_bytes,), "u8")
@@ -133,8 +140,7 @@ class CudaBackend:
         self._scratch = _LinearScratch(slab, x16, row_scale, gemm.Gemm(self._context.streams[Stream.COMPUTE], workspace))
 
     def empty(self, label: str, shape: tuple[int, ...], dtype: Dtype) -> DeviceArray:
-        described = DeviceArray(0, shape, dtype)
-        return DeviceArray(self._memory.take(label, described.nbytes), shape, dtype)
+        return _take(self._memory, label, shape, dtype)
 
     def upload(self, label: str, values: np.ndarray) -> DeviceArray:
         array = self.empty(label, values.shape, _OURS[values.dtype.name])
@@ -162,7 +168,7 @@ class CudaBackend:
         if self._scratch is None:
             raise ValueError("load_weight: call reserve_linear first")
         slab, nbytes = self._scratch.slab, device_bytes(tensor.qtype, tensor.shape)
-        weight = CudaWeight(tensor.name, tensor.shape, tensor.qtype, self.empty(tensor.name, (nbytes,), "u8"))
+        weight = CudaWeight(tensor.name, tensor.shape, tensor.qtype, _take(self._weights, tensor.name, (nbytes,), "u8"))
         row_bytes = repack.row_bytes(weight)
         tiles_at_once = slab.nbytes // (row_bytes * TILE_ROWS)
         if tiles_at_once == 0:
@@ -178,7 +184,10 @@ class CudaBackend:
         return weight
 
     def load_vector(self, tensor: TensorData) -> DeviceArray:
-        return self.upload(tensor.name, dequantise(tensor.qtype, tensor.raw, tensor.shape).reshape(-1))
+        values = dequantise(tensor.qtype, tensor.raw, tensor.shape).reshape(-1)
+        vector = _take(self._weights, tensor.name, values.shape, "f32")
+        self.write(vector, values)
+        return vector
 
     def host_pages(self, label: str, num_pages: int, page_bytes: int) -> HostPages:
         return self._pinned.pages(label, num_pages, page_bytes)
@@ -234,6 +243,14 @@ class CudaBackend:
             return
         with suppress(DeviceError):
             self.synchronize()
+        self._clear()
+        self.launcher.close()
+        self._events.close()
+        self._weights.close()
+        self._context.close()
+        self._closed = True
+
+    def _clear(self) -> None:
         with suppress(DeviceError):
             if self._scratch is not None and self._scratch.gemm is not None:
                 self._scratch.gemm.close()
@@ -241,12 +258,8 @@ class CudaBackend:
         self._ropes.clear()
         while self._graphs:
             self._graphs.pop().close()
-        self.launcher.close()
-        self._events.close()
         self._pinned.close()
         self._memory.close()
-        self._context.close()
-        self._closed = True
 
     # -- operations ------------------------------------------------------------------------------------------------------------
     def embed(self, tokens: DeviceArray, table: CudaWeight, scale: float, out: DeviceArray) -> None:
@@ -317,3 +330,7 @@ class CudaBackend:
 
     def add(self, x: DeviceArray, y: DeviceArray) -> None:
         add.add(self.launcher, x, y)
+
+
+def _take(memory: DeviceMemory, label: str, shape: tuple[int, ...], dtype: Dtype) -> DeviceArray:
+    return DeviceArray(memory.take(label, DeviceArray(0, shape, dtype).nbytes), shape, dtype)

@@ -1,7 +1,7 @@
 """Memory of a run: device slabs with an account by label, and host pages in pinned chunks.
 
 Device memory is taken in slabs of whole 2 MiB, the driver's own granule, and handed out in order; a reserved slab is used before a new
-one is taken. Nothing is handed back before `close`, so use is flat once everything is allocated. No managed memory.
+one is taken. Nothing is handed back before `close`, which gives back all, so use is flat once everything is allocated. No managed memory.
 """
 
 from bisect import bisect_right
@@ -13,9 +13,8 @@ import numpy as np
 from rollkv.cuda.driver import DriverCalls, DriverError
 from rollkv.errors import OutOfMemoryError
 from rollkv.units import MIB, format_size, round_up
+from rollkv.workspace import ALIGNMENT, GRANULE_BYTES
 
-ALIGNMENT = 256
-GRANULE_BYTES = 2 * MIB
 HOST_CHUNK_BYTES = 256 * MIB
 STAGE_BYTES = 16 * MIB  # of one half of the staging buffer; a copy of 16 MiB reaches 98 % of the link's rate
 _SMALLEST_CHUNK_BYTES = 4 * MIB
@@ -62,7 +61,7 @@ class DeviceMemory:
         return address
 
     def close(self) -> None:
-        """Frees everything. May be called twice, also after the device has failed."""
+        """Frees everything; a new start may follow. May be called twice, also after the device has failed."""
         while self._slabs:
             self._calls.bindings.cuMemFree(self._slabs.pop().address)
         self.accounts.clear()
@@ -183,7 +182,7 @@ class PinnedMemory:
         return self._stage
 
     def close(self) -> None:
-        """Frees everything. May be called twice. No copy may be under way."""
+        """Frees everything; a new start may follow. May be called twice. No copy may be under way."""
         while self._pinned:
             self._calls.bindings.cuMemFreeHost(self._pinned.pop())
         self._pageable.clear()

@@ -13,8 +13,8 @@ _STYLES = {"sum": ("#c8553d", "--"), "overlap": ("#4c9f70", "-")}
 
 
 def draw(rows: Sequence[Mapping[str, Any]], fits: Sequence[Fit], path: Path, title: str) -> None:
-    """rows: those of the rungs that ran, with tail_bytes, tg_tokens_per_second, pp_tokens_per_second and roofline_tokens_per_second (or
-    None). fits: the curves to draw. plots.check has been asked before. Raises UsageError when the file cannot be written."""
+    """rows: those of the rungs that ran, with tail_bytes, tg_tokens_per_second, and pp_tokens_per_second and roofline_tokens_per_second,
+    which may be None. fits: the curves to draw. plots.check has been asked before. Raises UsageError when the file cannot be written."""
     from matplotlib.figure import Figure
 
     rows = sorted(rows, key=lambda row: row["tail_bytes"])
@@ -30,7 +30,10 @@ def draw(rows: Sequence[Mapping[str, Any]], fits: Sequence[Fit], path: Path, tit
         decode.plot([x for x, _ in shown], [y for _, y in shown], line, color=colour, label=f"{fit.model} model, fitted")
     if rows and all(row["roofline_tokens_per_second"] is not None for row in rows):
         decode.plot(tails, [row["roofline_tokens_per_second"] for row in rows], ":", color="grey", label="ceiling")
-    prefill.plot(tails, [row["pp_tokens_per_second"] for row in rows], "o-", color="black")
+    if all(row["pp_tokens_per_second"] is not None for row in rows):
+        prefill.plot(tails, [row["pp_tokens_per_second"] for row in rows], "o-", color="black")
+    else:
+        prefill.text(0.5, 0.5, "not measured: random cells", transform=prefill.transAxes, ha="center")
     for axes, name in ((decode, "decode, tokens a second"), (prefill, "prefill, tokens a second")):
         axes.set_xlabel("tail, MiB")
         axes.set_ylabel(name)

@@ -315,16 +315,19 @@ def load(
     """
     with open_model(path) as file:
         config = model_config(file)
-        if cache.ctx_size > config.context_length:
-            warn(
-                f"the context of {cache.ctx_size} cells is longer than the {config.context_length} that {config.name or path} was trained for"
-            )
+        check_length(config, cache.ctx_size, path, warn)
         machine = _open_backend(backend, device, warn)
         try:
             return load_on(machine, file, config, cache, vram_target, on_load)
         except BaseException:
             machine.close()
             raise
+
+
+def check_length(config: ModelConfig, ctx_size: int, path: str | Path, warn: Callable[[str], None]) -> None:
+    """Warns of a context that is longer than the model was trained for."""
+    if ctx_size > config.context_length:
+        warn(f"the context of {ctx_size} cells is longer than the {config.context_length} that {config.name or path} was trained for")
 
 
 def load_on(

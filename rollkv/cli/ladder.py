@@ -55,7 +55,7 @@ def ladder(
             "-p",
             "--n-prompt",
             metavar="TOKENS",
-            help="Tokens whose prefill is timed behind each depth. A single depth becomes a list. [512]",
+            help="Tokens whose prefill is timed behind each depth of a list (512 unless given); makes a list of a single depth.",
         ),
     ] = None,
     n_predict: Annotated[int, typer.Option("-n", "--n-predict", metavar="STEPS", help="Decode steps that are timed.")] = 64,
@@ -239,12 +239,14 @@ def _gather(run: _Run) -> "tuple[list[RungResult | PeerResult], bool]":
     from functools import partial
 
     from rollkv import report
-    from rollkv.engine import Engine, load
+    from rollkv.engine import Engine, check_length, load
     from rollkv.tasks.ladder import Rung, run_climb
     from rollkv.tasks.record import machine_facts
     from rollkv.units import format_size
 
     warn = report.warn_once()
+    longest = max(rung.cache.ctx_size for rung in run.climb.rungs)
+    check_length(run.model.config, longest, run.model.path, warn)
 
     def open_engine(rung: Rung) -> Engine:
         with report.PhaseProgress("loading", format_size) as loading:

@@ -331,7 +331,7 @@ def _finish(run: _Run, found: "list[RungResult | PeerResult]", plot: Path | None
     if plot is not None and summary is not None and ran:
         random = "random " if run.climb.fill == "random" else ""
         title = f"{run.model.path.name}, {ran[0]['depth']} {random}cells before decode; {summary.verdict.words}"
-        ladder_plot.draw(ran, summary.fits, plot, title)
+        ladder_plot.draw(ran, summary.fits, bounds.roofline, plot, title)
     facts = bounds.as_dict() | ({} if summary is None else summary.as_dict()) | {"interrupted": interrupted}
     source = record.source_facts("ladder") | record.model_facts(run.model.path).as_dict()
     last = [source | {"line": "summary", "depth": max(run.bounds)} | facts | {"utc_time": record.utc_time()}] if output == "jsonl" else []

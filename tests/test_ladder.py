@@ -629,6 +629,12 @@ def test_json_end_to_end(command, capsys, config):
     assert result["resident_ms"] == pytest.approx(resident["step_ms"]) and result["fit_overlap_t0_ms"] is not None
 
 
+def test_a_context_beyond_the_trained_one_is_said_once(command, capsys):
+    assert command("-m", "synth:tiny,context=256", "-d", "0,64,300", "-p", 8) == 0
+    said = [line for line in capsys.readouterr().err.splitlines() if "trained for" in line]
+    assert len(said) == 1 and "longer than the 256" in said[0]
+
+
 def test_measured_rates_stand_in_every_row(command, capsys, monkeypatch):
     monkeypatch.setattr("rollkv.cli.ladder._rates", lambda backend, device: Rates(50e9, 40e9, 80e9, 4e12))
     assert command("--tail", "0,384KiB", "-o", "json") == 0

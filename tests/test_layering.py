@@ -48,6 +48,7 @@ FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("F8 .. from those", ("tasks.ladder_prompts",)),
     ("F9 the door for programs", ("",)),
     ("F9 options and results", ("cli.options", "cli.results", "cli.ladder_text")),
+    ("F9 .. from those", ("cli.ladder_results",)),
     ("F9 commands", ("cli.generate", "cli.info", "cli.ladder", "cli.logit_equiv", "cli.needle", "cli.plan", "cli.synth", "cli.tokenize")),
     ("F9 the door for people", ("cli.main",)),
     ("F9 .. python -m rollkv", ("__main__",)),

@@ -1,28 +1,26 @@
 """`rollkv ladder`: how fast prefill and decode are as more and more of the cache lies in the tail, beside what the machine could do."""
 
-import csv
-import io
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache as remembered
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rollkv.cli import ladder_text, options, results
+from rollkv.cli import ladder_results, ladder_text, options
 from rollkv.config import DEFAULT_UBATCH
-from rollkv.errors import OutOfMemoryError, UsageError
+from rollkv.errors import UsageError
 
 if TYPE_CHECKING:
     from rollkv.config import CacheConfig
     from rollkv.tasks.ceilings import Ceilings, Rates
     from rollkv.tasks.generate import TextModel
-    from rollkv.tasks.ladder import Climb, Prompt, RungResult
+    from rollkv.tasks.ladder import Climb, Prompt, PromptFor, Rung, RungResult
     from rollkv.tasks.peers import Peer, PeerResult
 
-FORMS = ("md", "json", "jsonl", "csv")
 _DEFAULT_STEPS = 8
 _DEFAULT_PROMPT = 512  # as llama-bench's
 _INTERRUPTED = 130
@@ -126,10 +124,9 @@ def ladder(
     report.note(ladder_text.ceilings_line(bounds[max(cells)]))
     run = _Run(opened, climb, bounds, rates, backend, device, found_peer, peer_timeout)
     found, interrupted = _gather(run)
-    ours = _ours(found)
-    if not any(result.ran for result in ours) and not interrupted:
-        raise OutOfMemoryError(f"no rung fits; the first: {ours[0].refusal}")
-    _finish(run, found, plot, output, interrupted)
+    ladder_results.finish(opened, climb, bounds, rates, found, plot, output, interrupted)
+    if interrupted:
+        raise typer.Exit(_INTERRUPTED)
 
 
 @dataclass(frozen=True)
@@ -147,8 +144,8 @@ class _Run:
 
 
 def _check(output: str, backend: str, fill: str, counts: Mapping[str, int | None]) -> None:
-    if output not in FORMS:
-        raise UsageError(f"-o {output!r} is not known; choose {', '.join(FORMS[:-1])} or {FORMS[-1]}")
+    if output not in ladder_results.FORMS:
+        raise UsageError(f"-o {output!r} is not known; choose {', '.join(ladder_results.FORMS[:-1])} or {ladder_results.FORMS[-1]}")
     if backend not in ("auto", "cuda", "host"):
         raise UsageError(f"--backend {backend!r} is not known; choose auto, cuda or host")
     if fill not in ("prompt", "random"):
@@ -163,7 +160,7 @@ def _check(output: str, backend: str, fill: str, counts: Mapping[str, int | None
 
 def _rungs(
     model: "TextModel", cache: "CacheConfig", depth: int, vram_target: str | None, tail: str | None, steps: int | None
-) -> "tuple[Any, int]":
+) -> "tuple[tuple[Rung, ...], int]":
     """(the rungs that the options name, how many there are with those that are placed behind them). Raises UsageError."""
     from rollkv.counts import is_range, parse_sizes
     from rollkv.tasks.ladder import cap_rung, resident_rung, tail_rungs
@@ -185,7 +182,7 @@ def _rungs(
     return (resident_rung(cache, depth),), count
 
 
-def _depth_rungs(caches: "Mapping[int, CacheConfig]", vram_target: str | None, others: Mapping[str, object]) -> "tuple[Any, ...]":
+def _depth_rungs(caches: "Mapping[int, CacheConfig]", vram_target: str | None, others: Mapping[str, object]) -> "tuple[Rung, ...]":
     """A rung for every depth, resident or under the cap. Raises UsageError for options that go with a ladder at one depth."""
     from rollkv.tasks.ladder import cap_rung, resident_rung
 
@@ -221,7 +218,7 @@ def _rates(backend: str, device: int) -> "Rates":
         return Rates()
 
 
-def _prompt_for(model: "TextModel", climb: "Climb") -> Any:
+def _prompt_for(model: "TextModel", climb: "Climb") -> "PromptFor":
     """The prompt of a depth and a repetition, made once: every rung reads the same."""
     from rollkv.tasks.ladder_prompts import needle_prompt, prose_prompt
 
@@ -236,11 +233,9 @@ def _prompt_for(model: "TextModel", climb: "Climb") -> Any:
 
 def _gather(run: _Run) -> "tuple[list[RungResult | PeerResult], bool]":
     """(results so far, whether it was interrupted)."""
-    from functools import partial
-
     from rollkv import report
     from rollkv.engine import Engine, check_length, load
-    from rollkv.tasks.ladder import Rung, run_climb
+    from rollkv.tasks.ladder import run_climb
     from rollkv.tasks.record import machine_facts
     from rollkv.units import format_size
 
@@ -248,7 +243,7 @@ def _gather(run: _Run) -> "tuple[list[RungResult | PeerResult], bool]":
     longest = max(rung.cache.ctx_size for rung in run.climb.rungs)
     check_length(run.model.config, longest, run.model.path, warn)
 
-    def open_engine(rung: Rung) -> Engine:
+    def open_engine(rung: "Rung") -> Engine:
         with report.PhaseProgress("loading", format_size) as loading:
             return load(
                 run.model.path,
@@ -263,7 +258,7 @@ def _gather(run: _Run) -> "tuple[list[RungResult | PeerResult], bool]":
     found: list[RungResult | PeerResult] = []
     with ExitStack() as cleanup:
 
-        def progress_for(rung: Rung) -> report.PhaseProgress:
+        def progress_for(rung: "Rung") -> report.PhaseProgress:
             return cleanup.enter_context(report.PhaseProgress(f"{rung.label}, depth {rung.depth}"))
 
         describe = partial(machine_facts, link_rate=run.rates.link_in)
@@ -300,83 +295,3 @@ def _peers_beside(run: _Run, result: "RungResult", found: "Sequence[RungResult |
     for setup in setups_beside(result.tail_bytes, layers, run.bounds[depth].token_bytes / layers):
         if (setup, tests) not in done:
             yield run_peer(run.peer, setup, tests, climb.repetitions, result.rung.cache, run.peer_timeout)
-
-
-def _ours(found: "Sequence[RungResult | PeerResult]") -> "list[RungResult]":
-    from rollkv.tasks.ladder import RungResult
-
-    return [result for result in found if isinstance(result, RungResult)]
-
-
-# -- printing ------------------------------------------------------------------------------------------------------------------
-
-
-def _finish(run: _Run, found: "list[RungResult | PeerResult]", plot: Path | None, output: str, interrupted: bool) -> None:
-    from rollkv import ladder_plot
-    from rollkv.tasks import record
-    from rollkv.tasks.ladder_rows import lost_needles, summarise
-
-    ours, is_ladder = _ours(found), run.climb.num_prompt is None
-    summary = summarise(ours, run.rates) if is_ladder else None
-    bounds = run.bounds[max(run.bounds)]
-    rows = _rows(run, found, None if summary is None else summary.resident_seconds)
-    text = (
-        _csv(rows)
-        if output == "csv"
-        else ladder_text.depths(run.model, rows, bounds)
-        if summary is None
-        else ladder_text.ladder(run.model, rows, bounds, summary)
-    )
-    ran = [row for row in rows if row["line"] == "rung" and row["outcome"] == "ran"]
-    if plot is not None and summary is not None and ran:
-        random = "random " if run.climb.fill == "random" else ""
-        title = f"{run.model.path.name}, {ran[0]['depth']} {random}cells before decode; {summary.verdict.words}"
-        ladder_plot.draw(ran, summary.fits, bounds.roofline, plot, title)
-    facts = bounds.as_dict() | ({} if summary is None else summary.as_dict()) | {"interrupted": interrupted}
-    source = record.source_facts("ladder") | record.model_facts(run.model.path).as_dict()
-    last = [source | {"line": "summary", "depth": max(run.bounds)} | facts | {"utc_time": record.utc_time()}] if output == "jsonl" else []
-    failure = None if interrupted else _failure(rows, lost_needles(ours))
-    results.finish("text" if output in ("md", "csv") else output, text, [*rows, *last], facts, failure)
-    if interrupted:
-        raise typer.Exit(_INTERRUPTED)
-
-
-def _rows(run: _Run, found: "Sequence[RungResult | PeerResult]", resident: float | None) -> list[dict[str, Any]]:
-    """Flat rows of the same columns, in the order of the runs."""
-    from rollkv.tasks import record
-    from rollkv.tasks.ladder import RungResult
-    from rollkv.tasks.ladder_rows import peer_row, row_dict
-
-    source = record.source_facts("ladder") | record.model_facts(run.model.path).as_dict()
-    nothing = record.machine_facts(None, run.rates.link_in)
-    time = {"utc_time": record.utc_time()}
-    line = "rung" if run.climb.num_prompt is None else "depth"
-    rows: list[dict[str, Any]] = []
-    for result in found:
-        if isinstance(result, RungResult):
-            rung, bounds = result.rung, run.bounds[result.rung.depth]
-            asked = record.cache_facts(rung.cache, rung.vram_target)
-            measured = row_dict(result, bounds, resident)
-            rows.append(source | {"line": line} | asked | (result.machine or nothing) | bounds.as_dict() | measured | time)
-        else:
-            bounds, measured = run.bounds[max(test.depth for test in result.tests)], peer_row(result)
-            unasked = dict.fromkeys(record.cache_facts(run.climb.rungs[0].cache, None))
-            rows.append(source | {"line": "peer"} | unasked | nothing | bounds.as_dict() | measured | time)
-    return rows
-
-
-def _failure(rows: Sequence[Mapping[str, Any]], lost: Sequence[str]) -> str | None:
-    """What is wrong, in one line."""
-    over = [row["rung"] for row in rows if row["over_limit"] and row["vram_target_bytes"] is not None]
-    found = [f"{len(over)} rungs hold more device memory than their cap: {', '.join(over)}"] if over else []
-    found += [f"{len(lost)} rungs miss a needle that a resident one found: {', '.join(lost)}"] if lost else []
-    return "; ".join(found) or None
-
-
-def _csv(rows: Sequence[Mapping[str, Any]]) -> str:
-    """All columns of the rows, unknown values empty."""
-    stream = io.StringIO()
-    writer = csv.DictWriter(stream, list(rows[0]) if rows else [], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return stream.getvalue()

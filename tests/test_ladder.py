@@ -22,6 +22,7 @@ from rollkv.ladder_fit import Fit, Point
 from rollkv.model_config import model_config
 from rollkv.synth import open_model
 from rollkv.tasks import ceilings as probe
+from rollkv.tasks import climb
 from rollkv.tasks import ladder as task
 from rollkv.tasks.ceilings import Ceilings, Rates, ceilings, measure_rates
 from rollkv.tasks.generate import cache_config, open_text_model
@@ -325,9 +326,9 @@ class Hill:
         return Prompt((repetition,) * (depth + (self.num_prompt or 0) or 1), 30 if self.found else 0, self.found)
 
     def run(self, rungs: tuple[Rung, ...] | None = None, link_rate: float | None = LINK, **what: object) -> list[RungResult]:
-        climb = Climb(rungs or self.tails(0), 8, 2, num_prompt=self.num_prompt, **what)
+        asked = Climb(rungs or self.tails(0), 8, 2, num_prompt=self.num_prompt, **what)
         describe, clock = (lambda engine: {"backend": engine.backend_name}), (lambda: self.clock[0])
-        return list(task.run_climb(climb, self.config, link_rate, self.open, self.prompt, lambda rung: None, describe, clock))
+        return list(climb.run_climb(asked, self.config, link_rate, self.open, self.prompt, lambda rung: None, describe, clock))
 
 
 def test_a_rung_by_hand(config):
@@ -448,8 +449,8 @@ def test_a_plan_that_is_refused_is_a_row_and_the_weights_stay(config):
 def test_a_peer_needs_the_device_between_rungs(config):
     hill = Hill(config)
     rungs = hill.tails(0, 1)
-    climb = Climb(rungs, 8, 2, reload=True)
-    for result in task.run_climb(climb, config, LINK, hill.open, hill.prompt, lambda rung: None, lambda engine: {}, lambda: 0.0):
+    asked = Climb(rungs, 8, 2, reload=True)
+    for result in climb.run_climb(asked, config, LINK, hill.open, hill.prompt, lambda rung: None, lambda engine: {}, lambda: 0.0):
         assert result.ran and all(engine.closed for engine in hill.engines)
     assert len(hill.engines) == 2
 
@@ -726,7 +727,7 @@ def test_a_rung_over_its_cap_fails(command, capsys, monkeypatch):
 @pytest.mark.parametrize("at,kept", [(1, []), (2, ["resident"])])
 @pytest.mark.parametrize("form", ["json", "md", "csv"])
 def test_an_interrupt_keeps_what_ran(command, capsys, monkeypatch, form, at, kept):
-    measure, calls = task._measure, []
+    measure, calls = climb._measure, []
 
     def interrupted(engine, *rest):
         calls.append(engine)
@@ -734,7 +735,7 @@ def test_an_interrupt_keeps_what_ran(command, capsys, monkeypatch, form, at, kep
             raise KeyboardInterrupt
         return measure(engine, *rest)
 
-    monkeypatch.setattr(task, "_measure", interrupted)
+    monkeypatch.setattr(climb, "_measure", interrupted)
     assert command("--tail", "0,384KiB", "-o", form) == 130
     out = capsys.readouterr().out
     if form == "json":

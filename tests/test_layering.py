@@ -43,7 +43,7 @@ FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("F6 .. one token at a time", ("model.decode",)),
     ("F7 the loop", ("engine",)),
     ("F8 tasks and printing", ("tasks.generate", "tasks.logit_equiv", "tasks.record", "tasks.ceilings", "tasks.ladder", "tasks.peers", "report")),
-    ("F8 .. from those", ("tasks.haystack", "tasks.ladder_rows")),
+    ("F8 .. from those", ("tasks.haystack", "tasks.climb", "tasks.ladder_rows")),
     ("F8 .. from those", ("tasks.needle",)),
     ("F8 .. from those", ("tasks.ladder_prompts",)),
     ("F9 the door for programs", ("",)),

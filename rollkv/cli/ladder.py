@@ -17,8 +17,9 @@ from rollkv.errors import UsageError
 if TYPE_CHECKING:
     from rollkv.config import CacheConfig
     from rollkv.tasks.ceilings import Ceilings, Rates
+    from rollkv.tasks.climb import PromptFor
     from rollkv.tasks.generate import TextModel
-    from rollkv.tasks.ladder import Climb, Prompt, PromptFor, Rung, RungResult
+    from rollkv.tasks.ladder import Climb, Prompt, Rung, RungResult
     from rollkv.tasks.peers import Peer, PeerResult
 
 _DEFAULT_STEPS = 8
@@ -235,7 +236,7 @@ def _gather(run: _Run) -> "tuple[list[RungResult | PeerResult], bool]":
     """(results so far, whether it was interrupted)."""
     from rollkv import report
     from rollkv.engine import Engine, check_length, load
-    from rollkv.tasks.ladder import run_climb
+    from rollkv.tasks.climb import run_climb
     from rollkv.tasks.record import machine_facts
     from rollkv.units import format_size
 

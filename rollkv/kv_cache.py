@@ -1,7 +1,7 @@
 """The KV cache: device pools, the host tail, and the order of everything that touches them.
 
-`begin_step` plans a step; for every layer the model then calls `append` and goes through `walk` (behind `begin_append`: `append` alone). Streams and the three orderings of
-stream_plan.py are kept here and only here:
+`begin_step` plans a step; for every layer the model then calls `append` and goes through `walk` (behind `begin_append`: `append` alone).
+Streams and the three orderings of stream_plan.py are kept here and only here:
   written before copied    copies of a layer's tail wait for `_written[layer]`, recorded behind its last write-through
   copied before read       `walk` waits for a piece's copy before it hands the piece out
   read before reused       a slot's next copy waits for the event recorded when the walk moved past the piece

@@ -28,11 +28,11 @@ RECORDED = (
 )
 WITHOUT_RATE = json.dumps(json.loads(RECORDED) | {"n_prompt": 4096, "avg_ts": None})
 STAND_IN = f"""#!{sys.executable}
-import json, sys
+import json, os, sys
 arguments = sys.argv[1:]
 given = dict(zip(arguments[::2], arguments[1::2], strict=True))
 with open(__file__ + ".calls", "a") as calls:
-    calls.write(json.dumps(given) + "\\n")
+    calls.write(json.dumps(given | {{"GPU": os.environ["CUDA_VISIBLE_DEVICES"]}}) + "\\n")
 if list(given) != ["-m", "-p", "-n", "-d", "-r", "-ngl", "-nkvo", "-ctk", "-ctv", "-fa", "-o"]:
     sys.exit("error: invalid parameter for argument")
 if open(given["-m"], "rb").read(4) != b"GGUF" or given["-fa"] != "1" or given["-o"] != "jsonl":
@@ -72,13 +72,22 @@ def calls(stand_in: Path) -> list[dict[str, str]]:
 
 def test_rates_come_back_from_the_tests_that_were_asked_for(stand_in, model):
     result = run_peer(
-        find_peer(f"llama-bench={stand_in}", model), Setup("x", 30, True), TESTS, 3, cache_config(8192, cache_type_k="bf16"), 60
+        find_peer(f"llama-bench={stand_in}", model, 0), Setup("x", 30, True), TESTS, 3, cache_config(8192, cache_type_k="bf16"), 60
     )
     assert result.failure is None and result.build == "7f3b9c21 (6710)"
     assert (result.prefill, result.decode) == (PeerRate(5000.0, 32.5), PeerRate(100.0, 32.5))
-    shared = {"-m": str(model), "-r": "3", "-ngl": "30", "-nkvo": "1", "-ctk": "bf16", "-ctv": "f16", "-fa": "1", "-o": "jsonl"}
+    shared = {"-m": str(model), "-r": "3", "-ngl": "30", "-nkvo": "1", "-ctk": "bf16", "-ctv": "f16", "-fa": "1", "-o": "jsonl", "GPU": "0"}
     assert calls(stand_in) == [shared | {"-p": "4096", "-n": "0", "-d": "0"}, shared | {"-p": "0", "-n": "64", "-d": "4096"}]
     assert result.arguments[:6] == ("-m", str(model), "-p", "0", "-n", "64")
+
+
+@pytest.mark.parametrize("given,device,seen", [(None, 1, "1"), ("", 0, ""), ("3", 1, "3"), ("3, 5", 1, "5"), ("GPU-8932f937", 0, "GPU-8932f937")])
+def test_it_sees_our_device_alone(stand_in, model, monkeypatch, given, device, seen):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if given is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    assert run_peer(Peer(stand_in, model, device), RESIDENT, (PeerTest(8, 0, 0),), 1, cache_config(64), 60).failure is None
+    assert [call["GPU"] for call in calls(stand_in)] == [seen]
 
 
 def test_one_call_may_bring_both_rates(stand_in, model):
@@ -123,7 +132,7 @@ def test_a_program_that_cannot_be_started(tmp_path, model):
 )
 def test_a_peer_that_cannot_run_is_refused(text, path, words):
     with pytest.raises(UsageError) as caught:
-        find_peer(text, Path(path))
+        find_peer(text, Path(path), 0)
     assert words in str(caught.value)
 
 

@@ -103,7 +103,7 @@ def ladder(
     cells = parse_depths(depth, "--depth")
     num_prompt = _DEFAULT_PROMPT if n_prompt is None and len(cells) > 1 else n_prompt
     opened = task.open_text_model(model or default_model())
-    found_peer = None if peer is None else find_peer(peer, opened.path)
+    found_peer = None if peer is None else find_peer(peer, opened.path, device)
     if peer_timeout <= 0:
         raise UsageError(f"--peer-timeout {peer_timeout:g}: the value must be above zero")
     caches = {
@@ -280,6 +280,7 @@ def _gather(run: _Run) -> "tuple[list[RungResult | PeerResult], bool]":
 
 def _peers_beside(run: _Run, result: "RungResult", found: "Sequence[RungResult | PeerResult]") -> "Iterator[PeerResult]":
     """Runs the peer as it compares with a rung, each setup and test once."""
+    from rollkv import report
     from rollkv.tasks.peers import PeerResult, PeerTest, run_peer, setups_beside
 
     if run.peer is None or not result.ran:
@@ -295,4 +296,5 @@ def _peers_beside(run: _Run, result: "RungResult", found: "Sequence[RungResult |
     layers = run.model.config.num_layers
     for setup in setups_beside(result.tail_bytes, layers, run.bounds[depth].token_bytes / layers):
         if (setup, tests) not in done:
+            report.note(f"running {run.peer.program} {setup.label}, depth {depth}")
             yield run_peer(run.peer, setup, tests, climb.repetitions, result.rung.cache, run.peer_timeout)

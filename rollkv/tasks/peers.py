@@ -6,6 +6,7 @@ type_k, type_v, n_gpu_layers, build_commit, build_number. Whatever the program d
 
 import json
 import math
+import os
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -21,10 +22,11 @@ LLAMA_BENCH = "llama-bench"
 
 @dataclass(frozen=True)
 class Peer:
-    """The program, found and executable, and the model file that it loads."""
+    """The program, found and executable, the model file that it loads, and the one GPU that it sees: it would spread over all."""
 
     program: Path
     model: Path
+    device: int = 0
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class PeerResult:
     build: str | None = None
 
 
-def find_peer(text: str, model: Path) -> Peer:
+def find_peer(text: str, model: Path, device: int) -> Peer:
     """The peer of "llama-bench=PATH" (or a name on the search path). Raises UsageError."""
     name, _, place = text.partition("=")
     if name != LLAMA_BENCH or not place:
@@ -79,7 +81,7 @@ def find_peer(text: str, model: Path) -> Peer:
     found = shutil.which(Path(place).expanduser())
     if found is None:
         raise UsageError(f"--peer {text}: there is no program {place} that can be run; build llama.cpp and name its {LLAMA_BENCH}")
-    return Peer(Path(found), model)
+    return Peer(Path(found), model, device)
 
 
 def setups_beside(tail_bytes: float, num_layers: int, layer_bytes: float) -> tuple[Setup, ...]:
@@ -135,7 +137,12 @@ def _call(peer: Peer, arguments: Sequence[str], timeout_seconds: float) -> list[
     """The objects that it printed, one or more."""
     try:
         done = subprocess.run(
-            [str(peer.program), *arguments], stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_seconds, check=False
+            [str(peer.program), *arguments],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=timeout_seconds,
+            env=os.environ | {"CUDA_VISIBLE_DEVICES": _visible(peer.device, os.environ.get("CUDA_VISIBLE_DEVICES"))},
+            check=False,
         )
     except subprocess.TimeoutExpired:
         raise _PeerFailed(f"did not end within {timeout_seconds:g} s") from None
@@ -157,6 +164,14 @@ def _call(peer: Peer, arguments: Sequence[str], timeout_seconds: float) -> list[
     if not objects:
         raise _PeerFailed("printed nothing")
     return objects
+
+
+def _visible(device: int, given: str | None) -> str:
+    """What CUDA_VISIBLE_DEVICES must be for a process to see our device alone; ours counts within what is given."""
+    if given is None:
+        return str(device)
+    devices = [word.strip() for word in given.split(",")]
+    return devices[device] if device < len(devices) else given
 
 
 def _rate(lines: Sequence[dict[str, object]], setup: Setup, test: PeerTest, cache: CacheConfig, *, prefill: bool) -> PeerRate | None:

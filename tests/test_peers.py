@@ -81,7 +81,9 @@ def test_rates_come_back_from_the_tests_that_were_asked_for(stand_in, model):
     assert result.arguments[:6] == ("-m", str(model), "-p", "0", "-n", "64")
 
 
-@pytest.mark.parametrize("given,device,seen", [(None, 1, "1"), ("", 0, ""), ("3", 1, "3"), ("3, 5", 1, "5"), ("GPU-8932f937", 0, "GPU-8932f937")])
+@pytest.mark.parametrize(
+    "given,device,seen", [(None, 1, "1"), ("", 0, ""), ("3", 1, "3"), ("3, 5", 1, "5"), ("GPU-8932f937", 0, "GPU-8932f937")]
+)
 def test_it_sees_our_device_alone(stand_in, model, monkeypatch, given, device, seen):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if given is not None:

@@ -21,11 +21,11 @@ constexpr int kMaxPageCells = 256;
 
 template <typename KeyType, typename ValueType, int kKeyDim, int kValueDim, int kHeads>
 __global__ void __launch_bounds__(kThreads, kHeads <= 4 && sizeof(KeyType) + sizeof(ValueType) == 4 ? 4 : 3) attn_decode(
-    const float* __restrict__ q,       // [H*Dk]
-    const int* __restrict__ position,  // [1]
-    const u8* __restrict__ pool,       // [num_slots][page_bytes]
-    float* __restrict__ part_out,      // [parts][H][Dv]
-    float* __restrict__ part_lse,      // [parts][H]
+    const float* q,       // [H*Dk]
+    const int* position,  // [1]
+    const u8* pool,       // [num_slots][page_bytes]
+    float* part_out,      // [parts][H][Dv]
+    float* part_lse,      // [parts][H]
     int num_slots, int first_slot, int first_page, int first_part, int page_cells, int group, int chunks, int sliding_window,
     float scale) {
   static_assert(kKeyDim % 16 == 0 && kValueDim % 16 == 0 && kKeyDim <= 256 && kValueDim <= 256 && kHeads <= 8, "unsupported shape");
@@ -42,7 +42,9 @@ __global__ void __launch_bounds__(kThreads, kHeads <= 4 && sizeof(KeyType) + siz
   const int head = kv_head * group + chunk * kHeads, heads = min(kHeads, group - chunk * kHeads);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const i64 part = first_part + index, page_cell = i64(first_page + index) * page_cells;
-  const int newest = position[0];
+  let_next_begin();
+  wait_for_previous();
+  const int newest = fresh(position);
   const int begin = int(max(i64(first_cell(newest, sliding_window)) - page_cell, i64(0)));
   const int end = int(min(i64(newest) + 1 - page_cell, i64(page_cells)));
 
@@ -52,7 +54,7 @@ __global__ void __launch_bounds__(kThreads, kHeads <= 4 && sizeof(KeyType) + siz
     return;
   }
 
-  for (int e = threadIdx.x; e < kQueryFloats; e += kThreads) queries[e] = e < heads * kKeyDim ? q[i64(head) * kKeyDim + e] : 0.0f;
+  for (int e = threadIdx.x; e < kQueryFloats; e += kThreads) queries[e] = e < heads * kKeyDim ? fresh(q + i64(head) * kKeyDim + e) : 0.0f;
   __syncthreads();
 
   const KvPages<KeyType, ValueType, kKeyDim, kValueDim> pages{pool, num_slots, first_slot, num_kv_heads, page_cells};

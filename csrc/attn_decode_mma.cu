@@ -25,11 +25,11 @@ __device__ __forceinline__ void add_values(float (&O)[4], u32 a, u32 b, u32 c, u
 
 template <int kDim, int kBlocks>
 __global__ void __launch_bounds__(kThreads, kBlocks) attn_decode_mma(
-    const float* __restrict__ q,       // [H*D]
-    const int* __restrict__ position,  // [1]
-    const u8* __restrict__ pool,       // [num_slots][page_bytes]
-    float* __restrict__ part_out,      // [parts][H][D]
-    float* __restrict__ part_lse,      // [parts][H]
+    const float* q,       // [H*D]
+    const int* position,  // [1]
+    const u8* pool,       // [num_slots][page_bytes]
+    float* part_out,      // [parts][H][D]
+    float* part_lse,      // [parts][H]
     int num_slots, int first_slot, int first_page, int first_part, int group, int heads_a_block, int sliding_window, float scale) {
   static_assert(kDim % 64 == 0 && kDim <= 256, "unsupported shape");
   constexpr int kPieces = kDim / 64;               // of a tile's rows: 64 columns, 4 loads a lane
@@ -49,7 +49,9 @@ __global__ void __launch_bounds__(kThreads, kBlocks) attn_decode_mma(
   warp = __shfl_sync(kAllLanes, warp, 0);  // now the compiler knows that the warp agrees on it; without, sm_90 spills; with it, sm_100
 #endif
   const i64 page_cell = i64(first_page + index) * kPageCells;
-  const int newest = position[0];
+  let_next_begin();
+  wait_for_previous();
+  const int newest = fresh(position);
   const int begin = int(max(i64(first_cell(newest, sliding_window)) - page_cell, i64(0)));
   const int end = int(min(i64(newest) + 1 - page_cell, i64(kPageCells)));
 
@@ -95,7 +97,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) attn_decode_mma(
   auto query_fragment = [&](int k) {  // columns 32 k + 8 t on of head g
     if (g >= heads) return make_uint4(0, 0, 0, 0);
     const float4* source = reinterpret_cast<const float4*>(q + i64(head + g) * kDim + 32 * k + 8 * t);
-    const float4 low = source[0], high = source[1];
+    const float4 low = fresh(source), high = fresh(source + 1);
     return make_uint4(pack_half2(low.x, low.y), pack_half2(low.z, low.w), pack_half2(high.x, high.y), pack_half2(high.z, high.w));
   };
   for (int k = warp; k < kDim / 32; k += kWarps) shared_query[k][lane] = query_fragment(k);

@@ -12,17 +12,19 @@ constexpr int kWarps = 16;
 
 template <int kValueDim>
 __global__ void __launch_bounds__(kWarps * 32) attn_merge(
-    const float* __restrict__ part_out,  // [parts][H][Dv]
-    const float* __restrict__ part_lse,  // [parts][H]
-    float* __restrict__ out,             // [H*Dv]
+    const float* part_out,  // [parts][H][Dv]
+    const float* part_lse,  // [parts][H]
+    float* out,             // [H*Dv]
     int num_parts) {
   __shared__ float maxima[kWarps], weights[kWarps], sums[kWarps][33];
   const int num_heads = gridDim.x, h = blockIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int column = blockIdx.y * 32 + lane;
   const bool inside = column < kValueDim;
 
+  let_next_begin();
+  wait_for_previous();
   float m = -infinity();
-  for (int i = threadIdx.x; i < num_parts; i += kWarps * 32) m = fmaxf(m, part_lse[i64(i) * num_heads + h]);
+  for (int i = threadIdx.x; i < num_parts; i += kWarps * 32) m = fmaxf(m, fresh(part_lse + i64(i) * num_heads + h));
   m = warp_max(m);
   if (lane == 0) maxima[warp] = m;
   __syncthreads();
@@ -34,10 +36,10 @@ __global__ void __launch_bounds__(kWarps * 32) attn_merge(
 #pragma unroll 4
   for (int i = warp; i < num_parts; i += kWarps) {
     const i64 part = i64(i) * num_heads + h;
-    const float lse = part_lse[part];
+    const float lse = fresh(part_lse + part);
     const bool empty = lse == -infinity();  // and not "weight > 0": a NaN must reach the result
     const float e = empty ? 0.0f : expf(lse - base);
-    const float x = empty || !inside ? 0.0f : part_out[part * kValueDim + column];
+    const float x = empty || !inside ? 0.0f : fresh(part_out + part * kValueDim + column);
     weight += e;
     sum = fmaf(e, x, sum);
   }

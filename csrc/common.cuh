@@ -84,6 +84,40 @@ __device__ __forceinline__ uint4 load16(const void* address) {
   return v;
 }
 
+// ---- launches that overlap ---------------------------------------------------------------------------------------------------------
+
+// A kernel marked `early` (KernelSpec) may begin, on sm_90 and newer, as soon as every block of the kernel before it has begun. What kernels
+// before it write or still read it touches behind wait_for_previous() alone, which returns when all of them have ended and which every block
+// must call; before that it may load weights. Elsewhere kernels follow each other and both calls are nothing.
+__device__ __forceinline__ void let_next_begin() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// What a kernel before an early one wrote: out of L2, for L1 may hold an older copy, and the path of constant data (ld.nc) is not ordered
+// behind the wait. Pointers to such data are therefore never `const __restrict__` in early kernels.
+__device__ __forceinline__ float fresh(const float* address) { return __ldcg(address); }
+__device__ __forceinline__ float2 fresh(const float2* address) { return __ldcg(address); }
+__device__ __forceinline__ float4 fresh(const float4* address) { return __ldcg(address); }
+__device__ __forceinline__ int fresh(const int* address) { return __ldcg(address); }
+
+// 16 aligned bytes of the KV cache: read once, by nobody else nearby, but written by the kernel before.
+__device__ __forceinline__ uint4 fresh16(const void* address) {
+  uint4 v;
+  asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(address)
+               : "memory");
+  return v;
+}
+
 // ---- reductions in a fixed order: the result depends on the values and the block size alone, and every thread receives it ---------
 
 // Butterfly: at each step both partners add the same two numbers, so all lanes end with equal bits.

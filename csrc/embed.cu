@@ -10,14 +10,16 @@
 
 template <int TYPE>
 __global__ void __launch_bounds__(128) embed(
-    const int* __restrict__ tokens,                                                                              // [T]
+    const int* tokens,                                                                                           // [T]
     const u8* __restrict__ p0, const u8* __restrict__ p1, const u8* __restrict__ p2, const u8* __restrict__ p3,  // planes
-    float* __restrict__ out,                                                                                     // [T][columns]
+    float* out,                                                                                                  // [T][columns]
     float scale, int vocab, int columns, int spans) {
   using Q = Quant<TYPE>;
+  let_next_begin();
+  wait_for_previous();
   const int i = blockIdx.y * 128 + threadIdx.x, span = i >> 2, t = i & 3;
   if (span >= spans) return;
-  const int token = tokens[blockIdx.x];
+  const int token = fresh(tokens + blockIdx.x);
   const bool known = token >= 0 && token < vocab;
   const int row = known ? token : 0;
   Q q;

@@ -42,7 +42,7 @@ struct Eight {
   // Zeros instead of what lies there, if not `visible`: a cell that must not be seen may hold NaN.
   __device__ __forceinline__ void load(const T* row, int index, bool visible) {
 #pragma unroll
-    for (int i = 0; i < kLoads; i++) raw[i] = visible ? load16(reinterpret_cast<const uint4*>(row + index * 8) + i) : make_uint4(0, 0, 0, 0);
+    for (int i = 0; i < kLoads; i++) raw[i] = visible ? fresh16(reinterpret_cast<const uint4*>(row + index * 8) + i) : make_uint4(0, 0, 0, 0);
   }
   __device__ __forceinline__ void unpack(float (&x)[8]) const {
 #pragma unroll

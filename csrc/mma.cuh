@@ -45,7 +45,7 @@ __device__ __forceinline__ uint4 load16_in_order(const void* address, bool visib
   asm volatile(
       "{\n.reg .pred visible;\nsetp.ne.u32 visible, %5, 0;\n"
       "mov.u32 %0, 0;\nmov.u32 %1, 0;\nmov.u32 %2, 0;\nmov.u32 %3, 0;\n"
-      "@visible ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+      "@visible ld.global.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
       : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
       : "l"(address), "r"(u32(visible)));
   return v;

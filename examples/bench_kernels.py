@@ -17,6 +17,14 @@ from tabulate import tabulate
 from rollkv.backend import PageRun, Stream
 from rollkv.config import CacheConfig, ModelConfig
 from rollkv.cuda.backend import CudaBackend
+from rollkv.cuda.kernels.add import add_bytes
+from rollkv.cuda.kernels.attn_decode import attend_rows_bytes
+from rollkv.cuda.kernels.attn_merge import merge_rows_bytes
+from rollkv.cuda.kernels.glu import glu_bytes
+from rollkv.cuda.kernels.kv_append import append_bytes
+from rollkv.cuda.kernels.linear_rows import linear_rows_bytes
+from rollkv.cuda.kernels.rms_norm import rms_norm_bytes
+from rollkv.cuda.kernels.rope import rope_bytes
 from rollkv.gguf_file import GgufFile
 from rollkv.model_config import model_config
 from rollkv.synth import open_model
@@ -39,7 +47,7 @@ class Bench:
         x, y = (backend.empty("ceiling", (4096, 65536), "f32") for _ in range(2))
         for array in (x, y):
             backend.write(array, np.random.default_rng(0).standard_normal(array.shape, np.float32))
-        self.ceiling = 3 * x.nbytes / self.time_us([partial(backend.add, x, y)]) / 1e3  # GB/s
+        self.ceiling = add_bytes(*x.shape) / self.time_us([partial(backend.add, x, y)]) / 1e3  # GB/s
 
     def time_us(self, calls: list[Call]) -> float:
         """Microseconds a call: the median of nine replays of a graph of CALLS calls, which take turns."""
@@ -81,7 +89,8 @@ class Bench:
             tensor = file.tensors[name]
             weights = [self.backend.load_weight(tensor) for _ in range(L2_BYTES // tensor.nbytes + 1)]
             x, out = self.random(1, tensor.shape[1]), self.random(1, tensor.shape[0])
-            self.add(f"linear {name} {tensor.shape}", times, tensor.nbytes, [partial(self.backend.linear, x, w, out) for w in weights])
+            calls = [partial(self.backend.linear, x, w, out) for w in weights]
+            self.add(f"linear {name} {tensor.shape}", times, linear_rows_bytes(weights[0], 1), calls)
 
     def attention(self, cache: CacheConfig) -> None:
         backend, layer = self.backend, self.config.layers[0]
@@ -95,24 +104,24 @@ class Bench:
         k = self.random(1, layer.num_kv_heads * layer.key_dim)
         position = backend.upload("position", np.array([self.cells - 1], np.int32))
         parts, lse = self.random(pages, layer.num_heads, layer.value_dim), self.random(pages, layer.num_heads)
-        scale, kv_bytes = self.config.attention_scale, self.cells * page.page_bytes // page.page_cells
-        layers = self.config.num_layers
+        scale, layers = self.config.attention_scale, self.config.num_layers
         attend = [partial(backend.attend_rows, q, position, run, 0, layer, page, scale, parts, lse) for run in runs]
-        self.add("attend_rows", layers, kv_bytes, attend)
-        self.add("merge_rows", layers, parts.nbytes, [partial(backend.merge_rows, parts, lse, pages, layer, out)])
+        self.add("attend_rows", layers, attend_rows_bytes(self.cells, pages, layer, page), attend)
+        self.add("merge_rows", layers, merge_rows_bytes(pages, layer), [partial(backend.merge_rows, parts, lse, pages, layer, out)])
         last = (PageRun(pools[0], pages, pages - 1, pages - 1, 1),)
-        self.add("append", layers, 3 * k.nbytes, [partial(backend.append, k, k, position, last, page, self.cells - 1)])
+        self.add("append", layers, append_bytes(1, page), [partial(backend.append, k, k, position, last, page, self.cells - 1)])
         table = backend.empty("table", (1, layer.rope.dim // 2, 2), "f32")
         backend.rope_table(layer.rope, position, table)
-        self.add("rope", 2 * layers, 2 * q.nbytes, [partial(backend.rope, q, layer.num_heads, table, layer.rope)])
+        turn = partial(backend.rope, q, layer.num_heads, table, layer.rope)
+        self.add("rope", 2 * layers, rope_bytes(1, layer.num_heads, layer.rope.dim), [turn])
 
     def small(self) -> None:
         backend, layers = self.backend, self.config.num_layers
         norm, hidden = self.random(self.config.hidden_size), self.random(1, self.config.hidden_size)
         gate = self.random(1, self.config.ffn_size)
-        self.add("rms_norm", 2 * layers, 3 * hidden.nbytes, [partial(backend.rms_norm, hidden, norm, 1e-6, hidden)])
-        self.add("glu", layers, 3 * gate.nbytes, [partial(backend.glu, gate, gate, self.config.activation, gate)])
-        self.add("add", 2 * layers, 3 * hidden.nbytes, [partial(backend.add, hidden, hidden)])
+        self.add("rms_norm", 2 * layers, rms_norm_bytes(*hidden.shape), [partial(backend.rms_norm, hidden, norm, 1e-6, hidden)])
+        self.add("glu", layers, glu_bytes(*gate.shape), [partial(backend.glu, gate, gate, self.config.activation, gate)])
+        self.add("add", 2 * layers, add_bytes(*hidden.shape), [partial(backend.add, hidden, hidden)])
 
 
 def main(spec: str, cells: int) -> None:

@@ -9,7 +9,7 @@ the calls; copies run on the stream they name; `record` and `wait` order streams
 once (the host backend does) or later, but never in an order that record and wait forbid.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
@@ -56,7 +56,55 @@ class Weight(Protocol):
     def nbytes(self) -> int: ...
 
 
+@dataclass(frozen=True)
+class Loadable:
+    """Tensors that are loaded as one: vectors one behind the other, or matrices of one type and width one above the other, all but the last with
+    whole tiles of 16 rows. paired: the tiles of two matrices of one shape by turns, for feed_forward."""
+
+    tensors: tuple[TensorData, ...]
+    paired: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.tensors[0].name
+
+    @property
+    def qtype(self) -> str:
+        return self.tensors[0].qtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(rows, columns) or (columns,) of the whole."""
+        return (sum(tensor.shape[0] for tensor in self.tensors), *self.tensors[0].shape[1:])
+
+    @property
+    def nbytes(self) -> int:
+        """In the file."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
 Operand = Any  # an Array or Weight made by the same backend
+Stack = tuple[Any, ...]  # Weights of one backend: matrices with the same input, one above the other: together [N, K]
+
+
+@dataclass(frozen=True)
+class RmsNorm:
+    """x / sqrt(mean(x^2) + eps) * weight over rows, or over every head's columns. weight f32 [n]."""
+
+    weight: Operand
+    eps: float
+
+
+@dataclass(frozen=True)
+class Projected:
+    """One layer's queries, keys and values as the product left them, what is still to be done to them, and where the queries go."""
+
+    qkv: Operand  # f32 [T, H*Dk + Hkv*Dk + Hkv*Dv]
+    q: Operand  # f32 [T, H*Dk]
+    layer: LayerConfig
+    q_norm: RmsNorm | None  # over every head's Dk columns
+    k_norm: RmsNorm | None
+    table: Operand  # f32 [T, dim/2, 2], of rope_table: turns the first dim columns of every head of queries and keys
 
 
 @dataclass(frozen=True)
@@ -80,13 +128,36 @@ class DeviceUse:
     free_bytes: int
 
 
+@dataclass(frozen=True)
+class GpuFacts:
+    """The card that computes, as records name it. driver_cuda: the CUDA version that the driver supports, "13.0"."""
+
+    name: str
+    memory_bytes: int
+    driver_cuda: str
+
+
 class Backend(Protocol):
     """Raises DeviceError when the device fails, OutOfMemoryError when memory cannot be had."""
 
     @property
     def name(self) -> str: ...
 
+    @property
+    def gpu(self) -> GpuFacts | None:
+        """None where the CPU computes."""
+        ...
+
     # -- memory ----------------------------------------------------------------------------------------------------------------
+    def prepare(self, rehearse: Callable[["Backend"], None]) -> None:
+        """Loads what a run needs besides its memory: code, and what libraries keep, so that device_use tells it from then on.
+        `rehearse` goes through the run's steps on the backend it is given, which issues nothing. Costs little where all is loaded."""
+        ...
+
+    def limit(self, cap_bytes: int | None) -> None:
+        """From now on the process may hold cap_bytes on the device; None: what is free."""
+        ...
+
     def reserve(self, *, weight_bytes: int = 0, run_bytes: int = 0) -> None:
         """Takes device memory at once: one piece in which weights live from then on, one for everything else.
         So use is flat after loading, and what the plan says is what is taken."""
@@ -96,8 +167,9 @@ class Backend(Protocol):
         """Waits for what is under way and gives back everything but the weights: arrays, host pages, scratch, recorded work."""
         ...
 
-    def reserve_linear(self, max_rows: int, max_columns: int, slab_bytes: int) -> None:
-        """Takes the scratch of `linear` for up to max_rows rows of up to max_columns columns: the arrays of workspace.linear_scratch."""
+    def reserve_linear(self, max_rows: int, max_columns: int, max_added: int, slab_bytes: int) -> None:
+        """Takes the scratch of products with up to max_rows rows of up to max_columns columns, whose result is added to up to max_added
+        columns: the arrays of workspace.linear_scratch."""
         ...
 
     def device_use(self) -> DeviceUse | None:
@@ -120,12 +192,9 @@ class Backend(Protocol):
         """Host copy after all COMPUTE work so far. Synchronous."""
         ...
 
-    def load_weight(self, tensor: TensorData) -> Weight:
-        """A matrix in multiplication form: quantised types stay quantised. Raises UnsupportedModelError for unknown types."""
-        ...
-
-    def load_vector(self, tensor: TensorData) -> Array:
-        """A norm weight or bias as f32 [columns]."""
+    def load(self, parts: Iterable[Loadable]) -> Iterator[Operand]:
+        """Each part in turn: a matrix in multiplication form (quantised types stay quantised), a vector as f32 [columns].
+        Reads ahead, so take all, or close the iterator, before other calls. Raises UnsupportedModelError for unknown types."""
         ...
 
     def host_pages(self, label: str, num_pages: int, page_bytes: int) -> Any:
@@ -181,28 +250,37 @@ class Backend(Protocol):
         """out[t] = scale * table[tokens[t]]. tokens i32 [T]; table [vocab, hidden]; out f32 [T, hidden]."""
         ...
 
-    def rms_norm(self, x: Operand, weight: Operand, eps: float, out: Operand) -> None:
-        """out = x / sqrt(mean(x^2) + eps) * weight over the last axis of `weight`.
-        weight f32 [n]; x, out f32 [T, m*n]: every run of n columns is normalised by itself (m = 1, or heads for query/key norm).
-        out may be x."""
+    def linear(
+        self, x: Operand, weights: Stack, out: Operand, *, norm: RmsNorm | None = None, bias: Operand | None = None, add: bool = False
+    ) -> None:
+        """out = norm(x) weights^T + bias, or out += that. x f32 [T, K]; weights [N, K]; out f32 [T, N]; bias f32 [N].
+        A row's bits for T <= 16 do not depend on T or on the other rows."""
         ...
 
-    def linear(self, x: Operand, weight: Operand, out: Operand, bias: Operand | None = None) -> None:
-        """out = x weight^T + bias. x f32 [T, K]; weight [N, K]; out f32 [T, N]; bias f32 [N].
-        A row's bits for T <= 16 do not depend on T or on the other rows."""
+    def feed_forward(
+        self,
+        x: Operand,
+        norm: RmsNorm,
+        gate_up: Stack,
+        activation: str,
+        down: Stack,
+        out: Operand,
+        scratch: Operand,
+        *,
+        add: bool = False,
+    ) -> None:
+        """out = (activation(norm(x) gate^T) * (norm(x) up^T)) down^T, or out += that. x f32 [T, K], which out may be; gate_up [2 F, K], one
+        paired matrix or two; down [N, F]; out f32 [T, N]; scratch f32 [T, 2 F]. Bits as those of `linear`."""
         ...
 
     def rope_table(self, rope: RopeConfig, position: Operand, out: Operand) -> None:
         """out[t] = (cos, sin) of (position[0] + t) * frequency, times the magnitude. position i32 [1]; out f32 [T, dim/2, 2]."""
         ...
 
-    def rope(self, x: Operand, num_heads: int, table: Operand, rope: RopeConfig) -> None:
-        """Rotates the first rope.dim columns of every head in place. x f32 [T, num_heads*D]; table f32 [T, dim/2, 2]."""
-        ...
-
-    def append(self, k: Operand, v: Operand, position: Operand, runs: tuple[PageRun, ...], page: PageFormat, first_position: int) -> None:
-        """Cells first_position + t of k f32 [T, Hkv*Dk] and v f32 [T, Hkv*Dv], rounded to the page's types, into the pages of `runs`,
-        which lie in order and cover all of them. position i32 [1] holds first_position on the device."""
+    def append(self, projected: Projected, position: Operand, runs: tuple[PageRun, ...], page: PageFormat, first_position: int) -> None:
+        """Norms and rotates queries into projected.q, and keys likewise, rounded to the page's types as the values are, into cells
+        first_position + t of the pages of `runs`, which lie in order and cover all of them. position i32 [1] holds first_position on the
+        device."""
         ...
 
     def attend_rows(
@@ -245,10 +323,6 @@ class Backend(Protocol):
         state f32 [T, H*(Dv + 8)]: opaque, in a layout of the backend's own."""
         ...
 
-    def glu(self, gate: Operand, up: Operand, activation: str, out: Operand) -> None:
-        """out = activation(gate) * up. f32 [T, ffn]; out may be gate."""
-        ...
-
-    def add(self, x: Operand, y: Operand) -> None:
-        """x += y. f32 [T, n]."""
+    def add(self, x: Operand, y: Operand, norm: RmsNorm | None = None) -> None:
+        """x += y, or x += norm(y). f32 [T, n]."""
         ...

@@ -14,11 +14,12 @@ from rollkv.stream_plan import RingShape
 from rollkv.units import MIB, format_size, round_up
 from rollkv.workspace import ALIGNMENT, GRANULE_BYTES, arena_bytes, workspace_arrays
 
-# Without a device to measure: a bare context (518 MiB on an H200 with driver 580). Kernels, those of cuBLAS included, and recorded steps come
-# on top as they are first used: 69 MiB for SmolLM2 on the same card.
+# Without a device to measure: a bare context (518 MiB on an H200 with driver 580), and the code of the kernels, those of cuBLAS included: 66 to
+# 70 MiB on the same card for shapes from 1B to 14B. Recorded steps took nothing on top.
 DEFAULT_CONTEXT_BYTES = 520 * MIB
 DEFAULT_MODULES_BYTES = 96 * MIB
-SLACK_BYTES = 4 * MIB
+SLACK_BYTES = 4 * MIB  # at least: the arena is taken in whole granules
+_OVERHEAD = ("context", "modules")
 RING_SLOTS = 4  # four slots of 16 MiB keep a PCIe 5 link busy (54.9 of 55 GB/s); smaller pieces lose to their own latency
 RING_PIECE_BYTES = 16 * MIB
 
@@ -67,11 +68,12 @@ class Budget:
     @property
     def run_bytes(self) -> int:
         """The other piece that the engine takes: everything but context, modules and weights."""
-        return self.total_bytes - sum(size for name, size in self.device if name in ("context", "modules", "weights"))
+        return self.total_bytes - sum(size for name, size in self.device if name in (*_OVERHEAD, "weights"))
 
     def lines(self) -> list[tuple[str, int]]:
-        """Device memory by name, largest concern first; ends with nothing hidden: they add up to total_bytes."""
-        return list(self.device)
+        """Device memory by name, with a word where a size is an estimate; they add up to total_bytes."""
+        estimated = () if self.overhead_measured else _OVERHEAD
+        return [(f"{name} (estimate)" if name in estimated else name, size) for name, size in self.device]
 
     def as_dict(self) -> dict[str, object]:
         return {
@@ -160,10 +162,10 @@ class _Planner:
         assert self.cap_bytes is not None
         smallest = self._budget(1, total, slot_pages)
         sizes = dict(smallest.device)
-        fixed = smallest.total_bytes - sum(sizes.get(name, 0) for name in ("resident window", "fresh pages", "staging ring"))
+        fixed = smallest.total_bytes - sum(sizes.get(name, 0) for name in ("resident window", "fresh pages", "staging ring", "slack"))
         page_bytes = sum(self.cache.page_format(layer).page_bytes for layer in self.config.layers if layer.sliding_window is None)
         # Ring and fresh pages shrink as the window grows, so begin at the bound without them and walk down: a few dozen steps at most.
-        window = max(1, min(total - 1, (self.cap_bytes - fixed) // page_bytes))
+        window = max(1, min(total - 1, (self.cap_bytes - fixed - SLACK_BYTES) // page_bytes))
         while window > 1 and self._budget(window, total, slot_pages).total_bytes > self.cap_bytes:
             window -= 1
         return window
@@ -193,8 +195,9 @@ class _Planner:
             ("fresh pages", 2 * round_up(fresh * max(full), ALIGNMENT) if fresh else 0),
             *((f"workspace: {name}", round_up(spec.nbytes, ALIGNMENT)) for name, spec in workspace_arrays(self.config, cache).items()),
             *((f"workspace: {name}", round_up(size, ALIGNMENT)) for name, size in self.linear_bytes.items()),
-            ("slack", SLACK_BYTES),
         ]
+        arena = sum(size for _, size in lines) - self.overhead.context_bytes - self.overhead.modules_bytes
+        lines.append(("slack", round_up(arena + SLACK_BYTES, GRANULE_BYTES) - arena))
         return Budget(
             device=tuple((name, size) for name, size in lines if size),
             cap_bytes=self.cap_bytes,
@@ -211,7 +214,7 @@ class _Planner:
     def _checked(self, budget: Budget) -> Budget:
         if self.cap_bytes is None or budget.total_bytes <= self.cap_bytes:
             return budget
-        terms = ", ".join(f"{name} {format_size(size)}" for name, size in _summed(budget.device))
+        terms = ", ".join(f"{name} {format_size(size)}" for name, size in _summed(budget.lines()))
         wanted = "everything resident" if not budget.spills else f"a resident window of {budget.window_cells} cells"
         raise OutOfMemoryError(
             f"--vram-target {format_size(self.cap_bytes)} is too small: {wanted} needs at least {format_size(budget.total_bytes)} "
@@ -219,10 +222,10 @@ class _Planner:
         )
 
 
-def _summed(device: tuple[tuple[str, int], ...]) -> list[tuple[str, int]]:
+def _summed(lines: list[tuple[str, int]]) -> list[tuple[str, int]]:
     """Lines with the workspace as one term, for a message of one line."""
     terms: dict[str, int] = {}
-    for name, size in device:
+    for name, size in lines:
         key = name.split(":")[0]
         terms[key] = terms.get(key, 0) + size
     return list(terms.items())

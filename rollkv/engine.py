@@ -1,7 +1,7 @@
 """Load a model; prefill; decode step by step. Knows token ids and no text."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -9,24 +9,26 @@ from typing import Literal
 import numpy as np
 
 from rollkv.backend import Array, Backend
-from rollkv.budget import DEFAULT_MODULES_BYTES, Budget, DeviceOverhead, check_host_tail, plan_budget
+from rollkv.budget import Budget, DeviceOverhead, check_host_tail, plan_budget
 from rollkv.config import CacheConfig, ModelConfig, SamplingParams
 from rollkv.errors import CheckFailed, DeviceError, OutOfMemoryError, UsageError
 from rollkv.gguf_file import GgufFile
+from rollkv.gguf_header import TensorData
 from rollkv.host_backend import HostBackend
 from rollkv.host_memory import host_memory
 from rollkv.kv_cache import KVCache
 from rollkv.model.decode import Decoder
 from rollkv.model.fill import append_random
 from rollkv.model.forward import enter, forward, logits
+from rollkv.model.rehearsal import rehearse
 from rollkv.model.step import Model
 from rollkv.model_config import model_config
-from rollkv.quants import device_bytes
+from rollkv.phases import Phases
 from rollkv.sampling import Sampler
 from rollkv.synth import open_model
 from rollkv.units import format_size
-from rollkv.weights import load_weights, used_tensors
-from rollkv.workspace import MAX_FEW_ROWS, SLAB_BYTES, linear_scratch, ropes_of, widest_input, workspace_arrays
+from rollkv.weights import load_weights, weight_bytes
+from rollkv.workspace import MAX_FEW_ROWS, SLAB_BYTES, linear_scratch, ropes_of, widest_added, widest_input, workspace_arrays
 
 BackendName = Literal["auto", "cuda", "host"]
 Progress = Callable[[int, int], None]
@@ -74,13 +76,24 @@ class Engine:
     """One model, one sequence. Everything on the device is allocated by the time the constructor, or `replan`, returns."""
 
     def __init__(
-        self, backend: Backend, file: GgufFile, config: ModelConfig, cache: CacheConfig, budget: Budget, on_load: Progress | None = None
+        self,
+        backend: Backend,
+        file: GgufFile,
+        config: ModelConfig,
+        cache: CacheConfig,
+        budget: Budget,
+        on_load: Progress | None = None,
+        phases: Phases | None = None,
     ) -> None:
+        phases = phases or Phases()
         self.backend = backend
         self.config = config
-        self._weight_bytes = weight_bytes(file, config)
+        self._tensors = file.tensors
         self._allocate(cache, budget)
+        phases.ends("memory")
         self._weights = load_weights(backend, config, file.tensors, on_load)
+        backend.synchronize()
+        phases.ends("weights")
         self._begin()
 
     def replan(self, cache: CacheConfig, vram_target: int | None = None) -> None:
@@ -90,7 +103,8 @@ class Engine:
         """
         self._decoder.close()
         self.backend.clear()
-        budget = plan_on(self.backend, self.config, self._weight_bytes, cache, vram_target)
+        self.backend.limit(vram_target)
+        budget = plan_on(self.backend, self.config, self._tensors, cache, vram_target)
         self.backend.reserve(run_bytes=budget.run_bytes)
         self._allocate(cache, budget)
         self._begin()
@@ -98,7 +112,7 @@ class Engine:
     def _allocate(self, cache: CacheConfig, budget: Budget) -> None:
         backend, config = self.backend, self.config
         self.cache_config, self.budget = cache, budget
-        backend.reserve_linear(min(cache.ubatch, cache.ctx_size), widest_input(config), SLAB_BYTES)
+        backend.reserve_linear(min(cache.ubatch, cache.ctx_size), widest_input(config), widest_added(config), SLAB_BYTES)
         self._cache = KVCache(backend, config, cache, budget)
         self._workspace = {name: backend.empty(name, spec.shape, spec.dtype) for name, spec in workspace_arrays(config, cache).items()}
 
@@ -307,18 +321,22 @@ def load(
     device: int = 0,
     warn: Callable[[str], None] = lambda message: None,
     on_load: Progress | None = None,
+    phases: Phases | None = None,
 ) -> Engine:
     """Opens a model and allocates everything; refuses before the weights load whatever would not fit.
 
-    vram_target: bytes this process may hold on the device, context included; None: what is free. `warn` takes one-line messages.
-    Raises ModelFileError, UnsupportedModelError, OutOfMemoryError, DeviceError, UsageError.
+    vram_target: bytes this process may hold on the device, context included; None: what is free. `warn` takes one-line messages, `phases`
+    the time of each part of loading. Raises ModelFileError, UnsupportedModelError, OutOfMemoryError, DeviceError, UsageError.
     """
+    phases = phases or Phases()
     with open_model(path) as file:
         config = model_config(file)
+        phases.ends("header")
         check_length(config, cache.ctx_size, path, warn)
-        machine = _open_backend(backend, device, warn)
+        machine = _open_backend(backend, device, vram_target, warn)
+        phases.ends("device")
         try:
-            return load_on(machine, file, config, cache, vram_target, on_load)
+            return load_on(machine, file, config, cache, vram_target, on_load, phases)
         except BaseException:
             machine.close()
             raise
@@ -337,23 +355,31 @@ def load_on(
     cache: CacheConfig,
     vram_target: int | None = None,
     on_load: Progress | None = None,
+    phases: Phases | None = None,
 ) -> Engine:
     """As load, on an open file and a backend of the caller's, which stays open if this fails."""
-    budget = plan_on(machine, config, weight_bytes(file, config), cache, vram_target)
+    phases = phases or Phases()
+    budget = plan_on(machine, config, file.tensors, cache, vram_target)
+    phases.ends("code")
     machine.reserve(weight_bytes=budget.weight_bytes, run_bytes=budget.run_bytes)
-    return Engine(machine, file, config, cache, budget, on_load)
+    return Engine(machine, file, config, cache, budget, on_load, phases)
 
 
-def plan_on(machine: Backend, config: ModelConfig, weights: dict[str, int], cache: CacheConfig, vram_target: int | None) -> Budget:
-    """The budget of a run on a backend that holds nothing, or weights alone; bytes of the weights by name. Raises OutOfMemoryError when it
-    exceeds the cap, the device or host memory."""
+def plan_on(
+    machine: Backend, config: ModelConfig, tensors: Mapping[str, TensorData], cache: CacheConfig, vram_target: int | None
+) -> Budget:
+    """The budget of a run on a backend that holds nothing, or weights alone, once its code is loaded and measured. Raises OutOfMemoryError
+    when it exceeds the cap, the device or host memory."""
     use, limit, overhead = machine.device_use(), vram_target, None
     if use is not None:
-        modules = max(use.modules_bytes, DEFAULT_MODULES_BYTES)  # kernels load as they are first used
-        overhead = DeviceOverhead(use.context_bytes, modules, measured=True)
         available = use.free_bytes + use.used_bytes
         limit = vram_target or available
-    budget = _budget(config, weights, cache, limit, overhead)
+        _budget(config, tensors, cache, limit, DeviceOverhead(use.context_bytes, 0, measured=True))  # what cannot fit is refused first
+        machine.prepare(lambda backend: rehearse(backend, config, cache, tensors))
+        use = machine.device_use()
+        assert use is not None
+        overhead = DeviceOverhead(use.context_bytes, use.modules_bytes, measured=True)
+    budget = _budget(config, tensors, cache, limit, overhead)
     if use is not None and budget.total_bytes > available:
         raise OutOfMemoryError(
             f"the run needs {format_size(budget.total_bytes)} on the device, but {format_size(available)} of it can be had now; "
@@ -363,13 +389,13 @@ def plan_on(machine: Backend, config: ModelConfig, weights: dict[str, int], cach
     return budget
 
 
-def _open_backend(name: BackendName, device: int, warn: Callable[[str], None]) -> Backend:
+def _open_backend(name: BackendName, device: int, cap_bytes: int | None, warn: Callable[[str], None]) -> Backend:
     if name == "host":
         return HostBackend()
     from rollkv.cuda.backend import CudaBackend  # here, so that host runs and plans do not wait for the bindings
 
     try:
-        return CudaBackend(device, warn=warn)
+        return CudaBackend(device, cap_bytes=cap_bytes, warn=warn)  # which refuses whatever the plan forgot
     except DeviceError as error:
         if name == "cuda":
             raise
@@ -381,16 +407,10 @@ def _open_backend(name: BackendName, device: int, warn: Callable[[str], None]) -
 
 def budget_of(file: GgufFile, config: ModelConfig, cache: CacheConfig, cap: int | None, overhead: DeviceOverhead | None) -> Budget:
     """The budget of a run of an open file. Raises as plan_budget does."""
-    return _budget(config, weight_bytes(file, config), cache, cap, overhead)
+    return _budget(config, file.tensors, cache, cap, overhead)
 
 
-def weight_bytes(file: GgufFile, config: ModelConfig) -> dict[str, int]:
-    """Bytes on the device of every tensor that loading takes, by name."""
-    return {
-        tensor.name: device_bytes(tensor.qtype, tensor.shape) if len(tensor.shape) == 2 else 4 * tensor.shape[0]  # vectors are f32
-        for tensor in used_tensors(config, file.tensors)
-    }
-
-
-def _budget(config: ModelConfig, weights: dict[str, int], cache: CacheConfig, cap: int | None, overhead: DeviceOverhead | None) -> Budget:
-    return plan_budget(config, cache, weights, linear_scratch(config, cache), cap_bytes=cap, overhead=overhead)
+def _budget(
+    config: ModelConfig, tensors: Mapping[str, TensorData], cache: CacheConfig, cap: int | None, overhead: DeviceOverhead | None
+) -> Budget:
+    return plan_budget(config, cache, weight_bytes(config, tensors), linear_scratch(config, cache), cap_bytes=cap, overhead=overhead)

@@ -5,7 +5,7 @@ that a missing wait shows as NaN or as stale cells.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal
@@ -13,9 +13,8 @@ from typing import Any, Literal
 import numpy as np
 
 from rollkv import reference
-from rollkv.backend import PageRun, Stream
+from rollkv.backend import Loadable, PageRun, Projected, RmsNorm, Stream
 from rollkv.config import Dtype, LayerConfig, PageFormat, RopeConfig
-from rollkv.gguf_header import TensorData
 from rollkv.quants import dequantise
 
 
@@ -69,6 +68,7 @@ class HostBackend:
     """See the module. precision np.float64 makes it the oracle; pages hold their own types either way."""
 
     name = "host"
+    gpu = None
     can_record = False
 
     def __init__(self, *, precision: type = np.float32, order: Literal["eager", "late"] = "eager") -> None:
@@ -79,6 +79,12 @@ class HostBackend:
         self._done = dict.fromkeys(Stream, 0)
 
     # -- memory ----------------------------------------------------------------------------------------------------------------
+    def prepare(self, rehearse: Callable[[Any], None]) -> None:
+        """There is nothing to load."""
+
+    def limit(self, cap_bytes: int | None) -> None:
+        """The host's memory has no cap."""
+
     def reserve(self, *, weight_bytes: int = 0, run_bytes: int = 0) -> None:
         """NumPy allocates array by array."""
 
@@ -86,7 +92,7 @@ class HostBackend:
         """NumPy frees an array when nobody refers to it any more."""
         self.synchronize()
 
-    def reserve_linear(self, max_rows: int, max_columns: int, slab_bytes: int) -> None:
+    def reserve_linear(self, max_rows: int, max_columns: int, max_added: int, slab_bytes: int) -> None:
         """NumPy needs no scratch of ours."""
 
     def device_use(self) -> None:
@@ -110,12 +116,14 @@ class HostBackend:
     def read(self, array: HostArray) -> np.ndarray:
         return array.values.copy()
 
-    def load_weight(self, tensor: TensorData) -> HostWeight:
-        values = dequantise(tensor.qtype, tensor.raw, tensor.shape)
-        return HostWeight(tensor.name, np.array(values, self._precision))  # a copy: the file is closed after loading
-
-    def load_vector(self, tensor: TensorData) -> HostArray:
-        return self.upload(tensor.name, dequantise(tensor.qtype, tensor.raw, tensor.shape).reshape(-1))
+    def load(self, parts: Iterable[Loadable]) -> Iterator[HostWeight | HostArray]:
+        for part in parts:
+            values = np.empty(part.shape, self._precision)  # a copy: the file is closed after loading
+            row = 0
+            for tensor in part.tensors:
+                values[row : row + tensor.shape[0]] = dequantise(tensor.qtype, tensor.raw, tensor.shape)
+                row += tensor.shape[0]
+            yield HostArray(values, "f32") if values.ndim == 1 else HostWeight(part.name, values)
 
     def host_pages(self, label: str, num_pages: int, page_bytes: int) -> np.ndarray:
         return np.full((num_pages, page_bytes), 0xFF, np.uint8)
@@ -179,28 +187,57 @@ class HostBackend:
     def embed(self, tokens: HostArray, table: HostWeight, scale: float, out: HostArray) -> None:
         out.values[...] = table.values[tokens.values] * self._precision.type(scale)
 
-    def rms_norm(self, x: HostArray, weight: HostArray, eps: float, out: HostArray) -> None:
-        out.values[...] = reference.rms_norm(x.values, weight.values, eps)
+    def linear(
+        self,
+        x: HostArray,
+        weights: tuple[HostWeight, ...],
+        out: HostArray,
+        *,
+        norm: RmsNorm | None = None,
+        bias: HostArray | None = None,
+        add: bool = False,
+    ) -> None:
+        product = self._product(x.values if norm is None else _normed(x.values, norm), weights)
+        if bias is not None:
+            product += bias.values
+        out.values[...] = out.values + product if add else product
 
-    def linear(self, x: HostArray, weight: HostWeight, out: HostArray, bias: HostArray | None = None) -> None:
-        out.values[...] = reference.linear(x.values, weight.values, None if bias is None else bias.values)
+    def feed_forward(
+        self,
+        x: HostArray,
+        norm: RmsNorm,
+        gate_up: tuple[HostWeight, ...],
+        activation: str,
+        down: tuple[HostWeight, ...],
+        out: HostArray,
+        scratch: HostArray,
+        *,
+        add: bool = False,
+    ) -> None:
+        gate, up = np.split(self._product(_normed(x.values, norm), gate_up), 2, axis=1)
+        product = self._product(reference.glu(gate, up, activation), down)
+        out.values[...] = out.values + product if add else product
+
+    def _product(self, x: np.ndarray, weights: tuple[HostWeight, ...]) -> np.ndarray:
+        return np.concatenate([reference.linear(x, weight.values, None) for weight in weights], axis=1)
 
     def rope_table(self, rope: RopeConfig, position: HostArray, out: HostArray) -> None:
         out.values[...] = reference.rope_table(rope, int(position.values[0]), out.shape[0])
 
-    def rope(self, x: HostArray, num_heads: int, table: HostArray, rope: RopeConfig) -> None:
-        x.values[...] = reference.rope(x.values, num_heads, table.values, rope.style)
-
-    def append(
-        self, k: HostArray, v: HostArray, position: HostArray, runs: tuple[PageRun, ...], page: PageFormat, first_position: int
-    ) -> None:
-        keys = k.values.reshape(k.shape[0], page.num_kv_heads, page.key_dim)
-        values = v.values.reshape(v.shape[0], page.num_kv_heads, page.value_dim)
+    def append(self, projected: Projected, position: HostArray, runs: tuple[PageRun, ...], page: PageFormat, first_position: int) -> None:
+        layer, qkv = projected.layer, projected.qkv.values
+        queries, cells = layer.num_heads * layer.key_dim, layer.num_kv_heads * layer.key_dim
+        q, k, v = np.split(qkv, [queries, queries + cells], axis=1)
+        q, k = (x if norm is None else _normed(x, norm) for x, norm in ((q, projected.q_norm), (k, projected.k_norm)))
+        table, style = projected.table.values, layer.rope.style
+        projected.q.values[...] = reference.rope(q, layer.num_heads, table, style)
+        keys = reference.rope(k, layer.num_kv_heads, table, style).reshape(-1, page.num_kv_heads, page.key_dim)
+        values = v.reshape(-1, page.num_kv_heads, page.value_dim)
         done = 0
         for run in runs:
             for index in range(run.num_pages):
                 cell = (first_position + done) % page.page_cells
-                count = min(page.page_cells - cell, k.shape[0] - done)
+                count = min(page.page_cells - cell, len(keys) - done)
                 raw = run.pool.values[(run.first_slot + index) % run.num_slots]  # type: ignore[attr-defined]
                 slot_keys, slot_values = _page_views(raw, page)
                 slot_keys[:, cell : cell + count] = _encode(keys[done : done + count], page.key_type).swapaxes(0, 1)
@@ -265,11 +302,12 @@ class HostBackend:
             )
             yield number, reference.attend_page(queries, keys, values, seen, scale)
 
-    def glu(self, gate: HostArray, up: HostArray, activation: str, out: HostArray) -> None:
-        out.values[...] = reference.glu(gate.values, up.values, activation)
+    def add(self, x: HostArray, y: HostArray, norm: RmsNorm | None = None) -> None:
+        x.values[...] += y.values if norm is None else _normed(y.values, norm)
 
-    def add(self, x: HostArray, y: HostArray) -> None:
-        x.values[...] += y.values
+
+def _normed(x: np.ndarray, norm: RmsNorm) -> np.ndarray:
+    return reference.rms_norm(x, norm.weight.values, norm.eps)
 
 
 _STORED = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16}

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from rollkv.backend import Array, Backend, PageRun, Stream
+from rollkv.backend import Array, Backend, PageRun, Projected, Stream
 from rollkv.budget import Budget
 from rollkv.config import CacheConfig, LayerConfig, ModelConfig, PageFormat
 from rollkv.pages import FullLayout, Place, Segment, SlidingLayout, StepPages, sliding_ring_pages
@@ -92,9 +92,9 @@ class KVCache:
         """What the current step does to the pages of a layer."""
         return self._steps[layer]
 
-    def append(self, layer: int, k: Array, v: Array, position: Array, first_position: int) -> None:
-        """Stores the new cells of a layer and starts the write-through of the pages that they complete.
-        k f32 [T, Hkv*Dk], v f32 [T, Hkv*Dv]; position i32 [1] holds first_position on the device."""
+    def append(self, layer: int, projected: Projected, position: Array, first_position: int) -> None:
+        """Finishes queries and stores the new cells of a layer, and starts the write-through of the pages that they complete.
+        position i32 [1] holds first_position on the device."""
         step = self._steps[layer]
         if layer in self._written:
             self._backend.wait(Stream.COMPUTE, self._written[layer])
@@ -104,7 +104,7 @@ class KVCache:
             window, fresh = self._windows[layer], self._fresh_pool(layer)
             self._backend.copy_page(window.array, step.carried_page % window.num_slots, fresh.array, 0)
         runs = tuple(self._run(layer, segment) for segment in step.appended)
-        self._backend.append(k, v, position, runs, self.formats[layer], first_position)
+        self._backend.append(projected, position, runs, self.formats[layer], first_position)
         self._write_through(layer, step)
 
     def walk(self, layer: int) -> Iterator[tuple[PageRun, bool]]:

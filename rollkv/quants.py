@@ -134,10 +134,12 @@ def dequantise(qtype: str, raw: np.ndarray, shape: tuple[int, ...]) -> np.ndarra
 
     Raises UnsupportedModelError (type), ModelFileError (size). Memory beyond the result stays bounded.
     """
+    blocks = _raw_blocks(qtype, raw, shape)
+    if qtype == "F32":  # a start that has only vectors to convert need not wait for the package
+        return np.ascontiguousarray(blocks).view("<f4").reshape(shape).copy()
     from gguf.constants import GGMLQuantizationType
     from gguf.quants import dequantize
 
-    blocks = _raw_blocks(qtype, raw, shape)
     rows, columns = blocks.shape[0], shape[-1]
     out = np.empty((rows, columns), np.float32)
     step = max(1, _SLICE_WEIGHTS // max(1, columns))
@@ -199,6 +201,11 @@ def device_form(qtype: str, shape: tuple[int, ...]) -> DeviceForm:
 def device_bytes(qtype: str, shape: tuple[int, ...]) -> int:
     """Exact bytes of a matrix on the device. Raises UnsupportedModelError, ModelFileError."""
     return device_form(qtype, shape).nbytes
+
+
+def can_stack(upper_type: str, upper_shape: tuple[int, ...], lower_type: str, lower_shape: tuple[int, ...]) -> bool:
+    """Whether two matrices (rows, columns), one above the other, are one on the device: the upper one's tiles, then the lower one's."""
+    return upper_type == lower_type and upper_shape[1] == lower_shape[1] and upper_shape[0] % TILE_ROWS == 0
 
 
 def split_planes(qtype: str, raw: np.ndarray, shape: tuple[int, ...]) -> tuple[np.ndarray, ...]:

@@ -13,6 +13,7 @@ from typing import Any, TextIO
 
 from rollkv.budget import Budget
 from rollkv.engine import Stats
+from rollkv.phases import Phases
 from rollkv.units import format_size
 
 PROGRESS_LINE_SECONDS = 10.0
@@ -78,6 +79,12 @@ def statistics_line(stats: Stats, budget: Budget, backend: str, stop: str | None
     parts.append(f"{backend} backend" if backend == "host" else _device_part(stats, budget))
     parts.append(f"stop {stop or 'none'}")
     return " | ".join(parts)
+
+
+def start_line(phases: Phases, stats: Stats) -> str:
+    """The parts of a start, from the imports of the command to the first token."""
+    parts = phases.seconds | ({} if stats.ttft_seconds is None else {"first token": stats.ttft_seconds})
+    return f"start {sum(parts.values()):.2f} s: " + ", ".join(f"{name} {seconds:.2f}" for name, seconds in parts.items())
 
 
 def statistics_object(stats: Stats) -> dict[str, object]:

@@ -1,7 +1,8 @@
 """Synthetic models: weights of a known shape made on the fly, with a circuit that must find a needle, and a vocabulary of their own.
 
-A SynthFile stands in for an open GGUF file. Invariant: it is a pure function of its shape, type and seed, bit for bit, in memory and
-written to a file; a tensor's bytes are made when they are asked for, and only the last tensor's are kept.
+A SynthFile stands in for an open GGUF file. Invariant: it is a pure function of its shape, type and seed, bit for bit, on the host, on a
+device and written to a file. A tensor's bytes are made when they are asked for, and only the last tensor's are kept; a matrix can also be
+made piece by piece, as noise (synth_noise.py) and what is set by hand on top of it.
 
 Prompts that work: a sentence with a value, somewhere in a text, and its beginning again at the end, up to the value, without a blank behind:
 "... The secret of zebra42 is 7316. ... The secret of zebra42 is". The next token is always the one that followed the same three tokens
@@ -15,6 +16,7 @@ import shutil
 import struct
 import zlib
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -23,8 +25,9 @@ from rollkv.errors import UsageError
 from rollkv.gguf_file import GgufFile, open_gguf
 from rollkv.gguf_header import TENSOR_TYPES, TensorData
 from rollkv.quants import raw_bytes
-from rollkv.synth_blocks import encode_rows, fill, make_pool, num_blocks, set_table_head
+from rollkv.synth_blocks import encode_rows, table_head
 from rollkv.synth_circuit import BLOCK, LOCAL_THETA, code_signs, codewords, rope_theta
+from rollkv.synth_noise import Noise
 from rollkv.synth_plan import TensorPlan, plan_tensors
 from rollkv.synth_shapes import SynthShape, is_spec, parse_spec
 from rollkv.synth_words import tokenizer_metadata, used_tokens
@@ -32,19 +35,20 @@ from rollkv.units import format_size, round_up
 
 ALIGNMENT = 32
 _FILE_TYPES = {"F16": 1, "Q8_0": 7, "Q4_K": 14}
-_SMALL_MODEL_BYTES = 64 << 20  # below this a smaller pool does
 
 
 class SynthTensor(TensorData):
     """One tensor of a synthetic model. `raw` is made at every use; `nbytes` says how large it is without making it."""
 
-    def __init__(self, file: "SynthFile", name: str, qtype: str, shape: tuple[int, ...]) -> None:
-        for field, value in [("name", name), ("qtype", qtype), ("shape", shape), ("file", str(file.path)), ("_owner", file)]:
+    def __init__(self, file: "SynthFile", name: str, plan: TensorPlan) -> None:
+        qtype = "F32" if plan.vector is not None else file.shape.qtype
+        fields = {"name": name, "qtype": qtype, "shape": plan.shape, "file": str(file.path), "_owner": file, "_plan": plan}
+        for field, value in fields.items():
             object.__setattr__(self, field, value)
 
     @property
     def raw(self) -> np.ndarray:  # type: ignore[override]
-        """uint8 [bytes]; the caller's alone, or the last that the file made."""
+        """uint8 [bytes], read-only; the caller's alone, or the last that the file made."""
         owner: SynthFile = self.__dict__["_owner"]
         return owner.make(self.name)
 
@@ -52,6 +56,31 @@ class SynthTensor(TensorData):
     def nbytes(self) -> int:
         """Bytes of `raw`."""
         return raw_bytes(self.qtype, self.shape)
+
+    @property
+    def row_bytes(self) -> int:
+        return self.nbytes // self.shape[0]
+
+    @cached_property
+    def noise(self) -> Noise:
+        """The random part of a matrix. Block i of the noise is block i of the file."""
+        owner, plan = self.__dict__["_owner"], self.__dict__["_plan"]
+        return Noise(self.qtype, plan.deviation, owner.noise_seed(self.name))
+
+    def by_hand(self, first_row: int, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
+        """What lies over the noise in these rows of a matrix: (int64 [n] their numbers, rising; uint8 [n, width] their first bytes)."""
+        owner, plan = self.__dict__["_owner"], self.__dict__["_plan"]
+        if plan.table_magnitude:
+            rows = np.arange(first_row, first_row + num_rows)
+            return rows, table_head(self.qtype, owner.token_signs[rows], plan.table_magnitude)
+        patches = [(patch, (patch.rows >= first_row) & (patch.rows < first_row + num_rows)) for patch in plan.patches()]
+        patches = [(patch, inside) for patch, inside in patches if inside.any()]
+        rows = np.unique(np.concatenate([np.zeros(0, np.int64), *(patch.rows[inside] for patch, inside in patches)]))
+        out = np.zeros((len(rows), self.row_bytes), np.uint8)
+        for patch, inside in patches:  # a later one wins
+            to = np.searchsorted(rows, patch.rows[inside])
+            out[to] = 0 if patch.values is None else encode_rows(self.qtype, patch.values[inside])
+        return rows, out
 
 
 class SynthFile(GgufFile):
@@ -63,59 +92,56 @@ class SynthFile(GgufFile):
         self.shards = (self.path,)
         self.metadata: Mapping[str, object] = _metadata(shape)
         self._plans = plan_tensors(shape, self._draw)
-        self.tensors: dict[str, TensorData] = {
-            name: SynthTensor(self, name, "F32" if plan.vector is not None else shape.qtype, plan.shape)
-            for name, plan in self._plans.items()
-        }
+        self.tensors: dict[str, TensorData] = {name: SynthTensor(self, name, plan) for name, plan in self._plans.items()}
         self.size_bytes = sum(raw_bytes(tensor.qtype, tensor.shape) for tensor in self.tensors.values())
         self._maps = []
-        self._pools: dict[float, np.ndarray] = {}
         self._last: tuple[str, np.ndarray] | None = None
 
     def make(self, name: str) -> np.ndarray:
         """The bytes of a tensor, uint8 [bytes], read-only. Raises KeyError for a name that the model does not have."""
-        if self._last is None or self._last[0] != name:
-            self._last = None  # its memory can be had before the next is made
-            made = self._matrix(name, self._plans[name])
-            made.flags.writeable = False
-            self._last = (name, made)
-        return self._last[1]
+        last = self._last  # read once: threads that load ask for different tensors at the same time
+        if last is not None and last[0] == name:
+            return last[1]
+        self._last = last = None  # its memory can be had before the next is made
+        made = self._make(name)
+        made.flags.writeable = False
+        self._last = (name, made)
+        return made
 
     def __enter__(self) -> "SynthFile":
         return self
 
     def close(self) -> None:
-        """Frees pools and the last tensor. May be called twice."""
+        """Frees the last tensor. May be called twice."""
         super().close()
-        self._pools, self._last = {}, None
+        self._last = None
 
-    def _draw(self, name: str) -> np.random.Generator:
-        return np.random.Generator(np.random.Philox(np.random.SeedSequence([self.shape.seed, zlib.crc32(name.encode())])))
+    def noise_seed(self, name: str) -> int:
+        """64 bits that depend on the model's seed and the tensor's name alone."""
+        return int(self._draw(name).bit_generator.random_raw())  # type: ignore[attr-defined]
 
-    def _matrix(self, name: str, plan: TensorPlan) -> np.ndarray:
-        if plan.vector is not None:
-            return plan.vector.astype("<f4").view(np.uint8)
-        qtype, pool = self.shape.qtype, self._pool(plan.deviation)
-        out = fill(pool, int(self._draw(name).integers(len(pool))), num_blocks(qtype, plan.shape))
-        rows = out.reshape(plan.shape[0], -1)
-        for patch in plan.patches():
-            rows[patch.rows] = 0 if patch.values is None else encode_rows(qtype, patch.values)
-        if plan.table_magnitude:
-            set_table_head(qtype, rows, self._token_signs(), plan.table_magnitude)
-        return out
-
-    def _pool(self, deviation: float) -> np.ndarray:
-        if deviation not in self._pools:
-            self._pools[deviation] = make_pool(self.shape.qtype, deviation, self._draw("pool"), self.size_bytes < _SMALL_MODEL_BYTES)
-        return self._pools[deviation]
-
-    def _token_signs(self) -> np.ndarray:
+    @cached_property
+    def token_signs(self) -> np.ndarray:
         """int8 [vocab, 32]: a token's code, then the constant. Tokens that no text becomes have no code, so that none is ever chosen."""
         signs, used = code_signs(self.shape), len(used_tokens()[0])
         codes = codewords(signs)
         out = np.zeros((self.shape.vocab, BLOCK), np.int8)
         out[:, signs:] = 1
         out[:used, :signs] = codes[self._draw("codes").permutation(len(codes))[:used]]
+        return out
+
+    def _draw(self, name: str) -> np.random.Generator:
+        return np.random.Generator(np.random.Philox(np.random.SeedSequence([self.shape.seed, zlib.crc32(name.encode())])))
+
+    def _make(self, name: str) -> np.ndarray:
+        tensor, vector = self.tensors[name], self._plans[name].vector
+        if vector is not None:
+            return vector.astype("<f4").view(np.uint8)
+        assert isinstance(tensor, SynthTensor)
+        noise = tensor.noise
+        out = noise.make(tensor.nbytes // noise.block_bytes)
+        rows, values = tensor.by_hand(0, tensor.shape[0])
+        out.reshape(tensor.shape[0], -1)[rows, : values.shape[1]] = values
         return out
 
 

@@ -44,7 +44,7 @@ class TensorPlan:
     deviation: float = 0.0
     vector: np.ndarray | None = None  # float32
     patches: Callable[[], list[Patch]] = list
-    table_magnitude: float = 0.0  # above zero: the rows are tokens, see synth_blocks.set_table_head
+    table_magnitude: float = 0.0  # above zero: the rows are tokens, see synth_blocks.table_head
 
 
 @dataclass(frozen=True)

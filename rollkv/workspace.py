@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 from math import prod
 
-from rollkv.config import DTYPE_BYTES, CacheConfig, Dtype, ModelConfig, RopeConfig
+from rollkv.config import DTYPE_BYTES, CacheConfig, Dtype, LayerConfig, ModelConfig, RopeConfig
 from rollkv.pages import pages_for, sliding_ring_pages
 from rollkv.units import round_up
 
 ALIGNMENT = 256  # bytes; every array of the device arena begins at a multiple
-GRANULE_BYTES = 2 << 20  # in which the driver hands out device memory
+GRANULE_BYTES = 2 << 20  # the driver hands out device memory in whole granules
 MAX_FEW_ROWS = 16  # rows up to which products are batch-invariant (decode, output matrix, verification)
 SLAB_BYTES = 64 << 20
 GEMM_WORKSPACE_BYTES = 32 << 20  # what cuBLAS asks for on Hopper; less would rule out some of its kernels
@@ -32,25 +32,26 @@ def ropes_of(config: ModelConfig) -> tuple[RopeConfig, ...]:
     return tuple(dict.fromkeys(layer.rope for layer in config.layers))
 
 
+def qkv_columns(layer: LayerConfig) -> int:
+    """Columns of one layer's queries, keys and values together."""
+    return layer.num_heads * layer.key_dim + layer.num_kv_heads * (layer.key_dim + layer.value_dim)
+
+
 def workspace_arrays(config: ModelConfig, cache: CacheConfig) -> dict[str, ArraySpec]:
     """Every working array of a forward pass of up to min(ubatch, ctx_size) rows."""
     rows = min(cache.ubatch, cache.ctx_size)
     layers = config.layers
-    heads_k = max(layer.num_heads * layer.key_dim for layer in layers)
-    heads_v = max(layer.num_heads * layer.value_dim for layer in layers)
     arrays = {
         "tokens": ArraySpec((rows,), "i32"),
         "position": ArraySpec((1,), "i32"),
         "hidden": ArraySpec((rows, config.hidden_size), "f32"),
-        "normed": ArraySpec((rows, config.hidden_size), "f32"),
-        "q": ArraySpec((rows, heads_k), "f32"),
-        "k": ArraySpec((rows, max(layer.num_kv_heads * layer.key_dim for layer in layers)), "f32"),
-        "v": ArraySpec((rows, max(layer.num_kv_heads * layer.value_dim for layer in layers)), "f32"),
-        "attention": ArraySpec((rows, heads_v), "f32"),
-        "gate": ArraySpec((rows, config.ffn_size), "f32"),
-        "up": ArraySpec((rows, config.ffn_size), "f32"),
+        "q": ArraySpec((rows, max(layer.num_heads * layer.key_dim for layer in layers)), "f32"),
+        "qkv": ArraySpec((rows, max(max(qkv_columns(layer), layer.num_heads * layer.value_dim) for layer in layers)), "f32"),
+        "feed_forward": ArraySpec((rows, 2 * config.ffn_size), "f32"),
         "logits": ArraySpec((min(rows, MAX_FEW_ROWS), config.vocab_size), "f32"),
     }
+    if config.post_norms:
+        arrays["branch"] = ArraySpec((rows, config.hidden_size), "f32")
     for index, rope in enumerate(ropes_of(config)):
         arrays[f"rope.{index}"] = ArraySpec((rows, rope.dim // 2, 2), "f32")
     if rows > 1:
@@ -68,13 +69,19 @@ def widest_input(config: ModelConfig) -> int:
     return max(config.hidden_size, config.ffn_size, *(layer.num_heads * layer.value_dim for layer in config.layers))
 
 
+def widest_added(config: ModelConfig) -> int:
+    """Columns of the widest product whose result is added to what is there: the branches, where no norm comes between."""
+    return 0 if config.post_norms else config.hidden_size
+
+
 def linear_scratch(config: ModelConfig, cache: CacheConfig) -> dict[str, int]:
-    """Bytes of the scratch of products with more than 16 rows: f16 activations with a scale a row, a slab of dequantised weights, and
-    the vendor library's own workspace. Loading stages raw tensors in the slab, so it exists for short contexts too."""
+    """Bytes of the scratch of products with more than 16 rows: f16 activations with a scale a row, a slab of dequantised weights, results before
+    they are added, and the vendor library's own workspace. Loading stages raw tensors in the slab, so it exists for short contexts too."""
     rows = min(cache.ubatch, cache.ctx_size)
     scratch = {"dequantised weights": SLAB_BYTES}
     if rows > MAX_FEW_ROWS:
         scratch |= {"f16 activations": rows * widest_input(config) * 2, "row scales": rows * 4, "cuBLAS": GEMM_WORKSPACE_BYTES}
+        scratch["products"] = rows * widest_added(config) * 4
     return scratch
 
 

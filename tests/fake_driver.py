@@ -34,6 +34,8 @@ class FakeDriver:
         CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR=76,
         CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT=16,
     )
+    CUmemorytype = SimpleNamespace(CU_MEMORYTYPE_HOST=1, CU_MEMORYTYPE_DEVICE=2)
+    CUDA_MEMCPY2D = SimpleNamespace
     CUfunction_attribute = SimpleNamespace(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES=8)
 
     def __init__(self, *, version: int = 13000, devices: int = 1, capability: tuple[int, int] = (9, 0), device_limit: int = 1 << 30):
@@ -44,6 +46,7 @@ class FakeDriver:
         self.device: dict[int, np.ndarray] = {}
         self.pinned: dict[int, np.ndarray] = {}
         self.launches: list[tuple[tuple[int, ...], list[int]]] = []
+        self.early: list[str] = []  # launched with leave to begin before the kernel before it has ended
         self.param_sizes: tuple[int, ...] = ()
         self._handles = 0
 
@@ -115,10 +118,13 @@ class FakeDriver:
         del self.device[address]
         return (0,)
 
-    def cuMemHostAlloc(self, size: int, flags: int) -> tuple[int, Any]:
-        return self._allocate(self.pinned, size, self.pin_limit)
+    def cuMemHostRegister(self, address: int, size: int, flags: int) -> tuple[int]:
+        if sum(a.size for a in self.pinned.values()) + size > self.pin_limit:
+            return (2,)
+        self.pinned[address] = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
+        return (0,)
 
-    def cuMemFreeHost(self, address: int) -> tuple[int]:
+    def cuMemHostUnregister(self, address: int) -> tuple[int]:
         del self.pinned[address]
         return (0,)
 
@@ -136,6 +142,12 @@ class FakeDriver:
         return (0,)
 
     cuMemcpyDtoHAsync = cuMemcpyDtoDAsync = cuMemcpyHtoDAsync
+
+    def cuMemcpy2DAsync(self, copy: SimpleNamespace, stream: int) -> tuple[int]:
+        assert (copy.srcMemoryType, copy.dstMemoryType) == (1, 2)
+        for row in range(copy.Height):
+            ctypes.memmove(copy.dstDevice + row * copy.dstPitch, copy.srcHost + row * copy.srcPitch, copy.WidthInBytes)
+        return (0,)
 
     # -- streams, events, kernels ------------------------------------------------------------------------------------------------
     def _handle(self, flags: int) -> tuple[int, int]:
@@ -161,6 +173,23 @@ class FakeDriver:
 
     def cuFuncGetParamInfo(self, function: str, index: int) -> tuple[int, int, int]:
         return (0, 8 * index, self.param_sizes[index]) if index < len(self.param_sizes) else (1, 0, 0)
+
+    CUlaunchAttributeID = SimpleNamespace(CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION=6)
+
+    @staticmethod
+    def CUlaunchAttribute() -> SimpleNamespace:
+        return SimpleNamespace(value=SimpleNamespace())
+
+    CUlaunchConfig = SimpleNamespace
+
+    def cuLaunchKernelEx(self, config: SimpleNamespace, function: str, params: int, extra: int) -> tuple[int]:
+        (attribute,) = config.attrs
+        assert (attribute.id, attribute.value.programmaticStreamSerializationAllowed, config.numAttrs) == (6, 1, 1)
+        self.early.append(function)
+        grid = config.gridDimX, config.gridDimY, config.gridDimZ
+        return self.cuLaunchKernel(
+            function, *grid, config.blockDimX, config.blockDimY, config.blockDimZ, config.sharedMemBytes, config.hStream, params, extra
+        )
 
     def cuLaunchKernel(self, function: str, *rest: Any) -> tuple[int]:
         *shape, stream, params, _ = rest

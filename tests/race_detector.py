@@ -50,11 +50,11 @@ class RaceDetector(HostBackend):
         self._touch(Stream.COMPUTE, target.values[target_slot], write=True)
         super().copy_page(source, source_slot, target, target_slot)
 
-    def append(self, k: Any, v: Any, position: Any, runs: tuple[PageRun, ...], *rest: Any) -> None:
+    def append(self, projected: Any, position: Any, runs: tuple[PageRun, ...], *rest: Any) -> None:
         self._begin(Stream.COMPUTE)
         for run in runs:
             self._run(Stream.COMPUTE, run, write=True)
-        super().append(k, v, position, runs, *rest)
+        super().append(projected, position, runs, *rest)
 
     def attend_rows(self, q: Any, position: Any, run: PageRun, *rest: Any) -> None:
         self._begin(Stream.COMPUTE)

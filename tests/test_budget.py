@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from rollkv.budget import RING_SLOTS, Budget, DeviceOverhead, check_host_tail, plan_budget
+from rollkv.budget import RING_SLOTS, SLACK_BYTES, Budget, DeviceOverhead, check_host_tail, plan_budget
 from rollkv.config import CacheConfig, LayerConfig, ModelConfig, RopeConfig
 from rollkv.errors import OutOfMemoryError, UsageError
 from rollkv.host_memory import HostMemory
@@ -31,6 +31,22 @@ def test_without_a_cap_everything_is_resident() -> None:
     assert not plan.spills and plan.window_pages == 256 and plan.ring is None and plan.host_tail_bytes == 0
     assert dict(plan.device)["resident window"] == 36 * 256 * PAGE_BYTES
     assert sum(size for _, size in plan.lines()) == plan.total_bytes
+
+
+def test_estimates_are_called_so() -> None:
+    measured = budget(None)
+    guessed = plan_budget(model(), CacheConfig(65536), {"all": 8 * GIB}, {"slab": 64 * MIB})
+    assert [name for name, _ in measured.lines()][:3] == ["context", "modules", "weights"]
+    assert [name for name, _ in guessed.lines()][:3] == ["context (estimate)", "modules (estimate)", "weights"]
+    assert (guessed.weight_bytes, guessed.run_bytes) == (measured.weight_bytes, measured.run_bytes)
+
+
+def test_the_arena_is_whole_granules() -> None:
+    """The device is asked for what the plan says, not for a part of a granule more."""
+    for cap in (None, *range(11 * GIB, 11 * GIB + 40 * MIB, 3 * MIB + 17)):
+        plan = budget(cap)
+        assert plan.weight_bytes % (2 * MIB) == 0 and plan.run_bytes % (2 * MIB) == 0
+        assert SLACK_BYTES <= dict(plan.device)["slack"] < SLACK_BYTES + 2 * MIB
 
 
 def test_the_cap_at_which_all_just_fits_needs_no_ring() -> None:

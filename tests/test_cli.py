@@ -328,6 +328,9 @@ def test_verbose_shows_prompt_and_budget_on_stderr(capsys):
     assert rollkv("generate", "-m", LLAMA, "-p", "hello", "--raw", "-n", 2, "-v", *ON_HOST) == 0
     err = capsys.readouterr().err
     assert "resident window" in err and "stop tokens" in err and "beginning with" in err
+    (start,) = [line for line in err.splitlines() if line.startswith("rollkv: start ")]
+    parts = ["imports", "vocabulary and prompt", "header", "device", "code", "memory", "weights", "first token"]
+    assert [part.rsplit(" ", 1)[0] for part in start.split(": ")[2].split(", ")] == parts
 
 
 def test_a_cap_below_the_minimum_exits_5_with_its_terms(capsys):

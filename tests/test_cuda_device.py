@@ -53,7 +53,7 @@ def test_prepared_kernels_take_nothing_at_their_first_launch(cuda: Any) -> None:
     from rollkv.cuda.kernels import add, glu, rms_norm, rope
 
     x = cuda.upload("x", np.ones((4, 4096), np.float32))
-    cuda.prepare([spec for module in (add, glu, rms_norm, rope) for spec in module.instances()])
+    cuda.launcher.prepare([spec for module in (add, glu, rms_norm, rope) for spec in module.instances()])
     cuda.synchronize()
     held = cuda.memory_used_bytes()
     cuda.add(x, x)

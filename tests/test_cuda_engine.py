@@ -121,14 +121,14 @@ def test_closing_gives_everything_back() -> None:
 
 
 def test_a_tail_that_cannot_be_pinned_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the staging buffer is pinned: the tail is pageable, said aloud, and steps are not recorded."""
-    from rollkv.cuda.memory import STAGE_BYTES, PinnedMemory
+    """Only the slots are pinned: the tail is pageable, said aloud, and steps are not recorded."""
+    from rollkv.cuda.memory import NUM_SLOTS, SLOT_BYTES, PinnedMemory
 
     tokens = engines.fixture("qwen3")["tokens"].tolist() * 3
     config = engines.cache(480, page_cells=PAGE, kv="f16", ubatch=200)
     resident = rows_of(cuda_engine("qwen3", config), tokens, 400)
     pin, said = PinnedMemory._pin, []
-    monkeypatch.setattr(PinnedMemory, "_pin", lambda self, size: pin(self, size) if size == 2 * STAGE_BYTES else None)
+    monkeypatch.setattr(PinnedMemory, "_pin", lambda self, size: pin(self, size) if size == NUM_SLOTS * SLOT_BYTES else None)
     windowed = engines.cache(480, page_cells=PAGE, kv="f16", ubatch=200, window=PAGE)
     engine = load(engines.FIXTURES / "qwen3.gguf", windowed, backend="cuda", warn=said.append)
     assert not engine.backend.can_record and any("pinned" in message for message in said)

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from fake_driver import FakeDriver
-from rollkv.backend import PageRun, Stream
+from rollkv.backend import Loadable, PageRun, Stream
 from rollkv.cuda.backend import CudaBackend
 from rollkv.cuda.context import Context
-from rollkv.cuda.copies import Copies, Events, pieces
+from rollkv.cuda.copies import Copies, Events, SlotRing, pieces
 from rollkv.cuda.device import DeviceArray, Launcher, Pointer, check_array
 from rollkv.cuda.driver import DriverCalls, find_device
 from rollkv.cuda.environment import probe
-from rollkv.cuda.memory import GRANULE_BYTES, DeviceMemory, HostChunk, HostPages, PinnedMemory
+from rollkv.cuda.memory import GRANULE_BYTES, NUM_SLOTS, DeviceMemory, HostChunk, HostPages, PinnedMemory
 from rollkv.cuda.nvml import ProcessMemory
 from rollkv.cuda.nvrtc import CubinCache, KernelError, KernelSpec
 from rollkv.errors import DeviceError, OutOfMemoryError
@@ -126,13 +126,16 @@ def test_clear_keeps_the_weights_and_nothing_else() -> None:
     values = np.arange(1000, dtype=np.float32)
     with CudaBackend(calls=DriverCalls(driver)) as backend:
         backend.reserve(weight_bytes=2 * MIB, run_bytes=10 * MIB)
-        vector = backend.load_vector(TensorData("norm", "F32", (1000,), values.view(np.uint8), "file"))
+        backend.reserve_linear(1, 64, 64, MIB)
+        (vector,) = backend.load([Loadable((TensorData("norm", "F32", (1000,), values.view(np.uint8), "file"),))])
+        slots = backend.pinned_bytes
+        assert slots > 0
         for run_bytes in (6 * MIB, 14 * MIB):
             backend.empty("window", (4, MIB), "u8")
             backend.host_pages("tail", 3, MIB)
             assert len(driver.device) == 2, "everything lies in what was reserved"
             backend.clear()
-            assert [a.size for a in driver.device.values()] == [2 * MIB] and not driver.pinned and backend.pinned_bytes == 0
+            assert [a.size for a in driver.device.values()] == [2 * MIB] and len(driver.pinned) == 1 and backend.pinned_bytes == slots
             assert set(backend.device_bytes) == {"context", "modules", "norm"}
             backend.reserve(run_bytes=run_bytes)
             assert sorted(a.size for a in driver.device.values()) == sorted([2 * MIB, run_bytes])
@@ -181,7 +184,7 @@ def test_too_little_device_memory_is_refused_by_name(limit: int, cap: int | None
 
 def test_a_lost_device_is_no_lack_of_memory() -> None:
     driver = FakeDriver()
-    driver.fail["cuMemAlloc"] = driver.fail["cuMemHostAlloc"] = 700
+    driver.fail["cuMemAlloc"] = driver.fail["cuMemHostRegister"] = 700
     with pytest.raises(DeviceError):
         _memory(driver).take("x", 1)
     with pytest.raises(DeviceError):
@@ -211,19 +214,19 @@ def test_pinning_falls_back_to_smaller_chunks_and_then_says_that_memory_is_pagea
     driver, said = FakeDriver(), []
     driver.pin_limit = 45 * MIB
     memory = PinnedMemory(DriverCalls(driver), 32 * MIB, said.append)
-    memory.stage()
+    memory.slots()
     pages = memory.pages("KV tail, layer 3", 30, MIB)
     _check_chunks(pages, 30)
     assert [chunk.pinned for chunk in pages.chunks] == [True] * (len(pages.chunks) - 1) + [False]
     assert sum(chunk.num_pages for chunk in pages.chunks if chunk.pinned) >= 9
     assert memory.has_pageable
     memory.pages("KV tail, layer 4", 4, MIB)
-    assert len(said) == 1 and "KV tail, layer 3" in said[0] and "staging buffer" in said[0]
+    assert len(said) == 1 and "KV tail, layer 3" in said[0] and "pinned buffer" in said[0]
 
 
 def test_without_any_pinned_memory_the_run_is_refused() -> None:
     driver = FakeDriver()
-    driver.fail["cuMemHostAlloc"] = 304
+    driver.fail["cuMemHostRegister"] = 304
     with pytest.raises(OutOfMemoryError, match="pinned"):
         PinnedMemory(DriverCalls(driver), MIB, lambda _: None).pages("tail", 3, 4096)
 
@@ -235,22 +238,22 @@ class _Copying:
     """Pool, tail and copies over the double."""
 
     def __init__(
-        self, slots: int, num_pages: int, page_bytes: int, *, chunk_pages: int = 5, pin_limit: int = 1 << 40, half_bytes: int | None = None
+        self, slots: int, num_pages: int, page_bytes: int, *, chunk_pages: int = 5, pin_limit: int = 1 << 40, slot_bytes: int | None = None
     ):
         self.driver = FakeDriver()
         calls = DriverCalls(self.driver)
         self.streams = {stream: 100 + stream.value for stream in Stream}
         self.memory = PinnedMemory(calls, chunk_pages * page_bytes, lambda _: None)
-        if half_bytes is not None:
-            self.driver.pin_limit = 2 * half_bytes
-            self.memory.stage()
+        if slot_bytes is not None:
+            self.driver.pin_limit = NUM_SLOTS * slot_bytes
+            self.memory.slots()
             self.driver.pin_limit = pin_limit
         self.tail = self.memory.pages("tail", num_pages, page_bytes)
         address = int(calls("cuMemAlloc", slots * page_bytes))
         self.pool = DeviceArray(address, (slots, page_bytes), "u8")
         self.values = self.driver.device[address].reshape(slots, page_bytes)
         self.events = Events(calls, self.streams)
-        self.copies = Copies(calls, self.streams, self.events, self.memory)
+        self.copies = Copies(calls, self.streams, self.events, SlotRing(self.events, self.memory))
 
     def page(self, index: int) -> np.ndarray:
         ((address, count, _),) = self.tail.stretches(index, 1)
@@ -276,8 +279,8 @@ def test_pieces_are_cut_at_ring_wraps_and_chunk_borders_only() -> None:
 
 PLACES: list[dict[str, int | None]] = [
     {"page_bytes": 256},  # pinned
-    {"page_bytes": 3000, "half_bytes": 1 * MIB, "pin_limit": 0},  # pageable, pages smaller than a half
-    {"page_bytes": 3 * MIB + 77, "half_bytes": 1 * MIB, "pin_limit": 0},  # pageable, a page takes several halves
+    {"page_bytes": 3000, "slot_bytes": MIB // 2, "pin_limit": 0},  # pageable, pages smaller than a slot
+    {"page_bytes": 3 * MIB + 77, "slot_bytes": MIB // 2, "pin_limit": 0},  # pageable, a page takes several slots
 ]
 
 
@@ -317,13 +320,30 @@ def test_pages_move_between_pools() -> None:
 
 
 def test_uploads_and_downloads_of_any_size() -> None:
-    c = _Copying(1, 1, 4 * MIB, half_bytes=MIB, pin_limit=MIB)
+    c = _Copying(1, 1, 4 * MIB, slot_bytes=MIB // 2, pin_limit=MIB)
     for size in (1, MIB, MIB + 1, 3 * MIB + 5):
         values = np.random.default_rng(size).integers(0, 256, size).astype(np.uint8)
         c.copies.upload(c.pool.ptr, values.ctypes.data, size)
         back = np.zeros(size, np.uint8)
         c.copies.download(c.pool.ptr, back.ctypes.data, size)
         np.testing.assert_array_equal(back, values)
+
+
+def test_a_slot_is_taken_again_behind_its_event() -> None:
+    c = _Copying(1, 1, 64)
+    slots = SlotRing(c.events, c.memory)
+    taken = [slots.take() for _ in range(NUM_SLOTS)]
+    assert [address for _, address in taken] == list(c.memory.slots().addresses)
+    with pytest.raises(ValueError, match=f"all {NUM_SLOTS} pinned slots are taken"):
+        slots.take()
+    slots = SlotRing(c.events, c.memory)
+    events = []
+    for _ in range(NUM_SLOTS):
+        events.append(c.events.record(Stream.COPY_IN))
+        slots.busy_until(slots.take()[0], events[-1])
+    assert "cuEventSynchronize" not in [name for name, _ in c.driver.calls]
+    slots.take()
+    assert [args for name, args in c.driver.calls if name == "cuEventSynchronize"] == [(events[0].handle,)]
 
 
 def test_events_are_reused_when_nobody_holds_them() -> None:

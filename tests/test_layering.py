@@ -12,35 +12,35 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "rollkv"
 
 KERNELS = (
-    "add", "attn_decode", "attn_merge", "attn_prefill", "dequantise", "embed", "glu", "kv_append", "linear_rows", "repack", "rms_norm", "rope",
-    "round_rows",
+    "add", "attn_decode", "attn_merge", "attn_prefill", "dequantise", "embed", "linear_rows", "qkv_append", "repack", "rope_table", "round_rows", "synth_noise",
 )  # fmt: skip
 
 # fmt: off
 FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("F0 errors", ("errors",)),
-    ("F0 .. words", ("units",)),
+    ("F0 .. words", ("units", "phases")),
     ("F1 facts", ("config",)),
     ("F2 files and pure functions",
      ("gguf_header", "quants", "pretokenizers", "vocabulary", "score_merge", "chat_sandbox", "sampling", "stop_strings", "pages", "rope", "host_memory", "models",
       "counts", "prose", "metrics", "logit_file", "plots", "ladder_fit", "synth_shapes")),
     ("F2 .. from those", ("gguf_file", "tokenizer", "chat", "ladder_plot", "stream_plan", "workspace", "synth_blocks", "synth_circuit", "synth_words")),
-    ("F2 .. the sum of it", ("model_config", "budget", "synth_plan")),
+    ("F2 .. the sum of it", ("model_config", "budget", "synth_plan", "synth_noise")),
     ("F2 .. a model made on the spot", ("synth",)),
     ("F3 contract and oracle", ("backend", "reference")),
     ("F4 the machine at hand", ("host_backend",)),
     ("F4 the GPU: libraries", ("cuda.driver", "cuda.nvrtc", "cuda.nvml")),
     ("F4 .. device and memory", ("cuda.context", "cuda.device", "cuda.graph", "cuda.memory", "cuda.environment")),
     ("F4 .. built on those", ("cuda.copies", "cuda.weights_gpu", "cuda.kernels.kv_format")),
+    ("F4 .. common to those", ("cuda.kernels.activation",)),
     ("F4 .. one operation each", tuple(f"cuda.kernels.{name}" for name in KERNELS)),
-    ("F4 .. large products", ("cuda.gemm",)),
+    ("F4 .. large products, weights", ("cuda.gemm", "cuda.loading")),
     ("F4 .. all of it", ("cuda.backend", "cuda.report_kernels")),
     ("F5 state", ("weights", "kv_cache")),
     ("F6 the forward pass", ("model.step",)),
     ("F6 .. shared blocks", ("model.blocks",)),
-    ("F6 .. families", ("model.llama", "model.gemma3", "model.fill")),
+    ("F6 .. families", ("model.llama", "model.gemma3")),
     ("F6 .. all layers", ("model.forward",)),
-    ("F6 .. one token at a time", ("model.decode",)),
+    ("F6 .. one token at a time; a run gone through", ("model.decode", "model.fill", "model.rehearsal")),
     ("F7 the loop", ("engine",)),
     ("F8 tasks and printing", ("tasks.generate", "tasks.logit_equiv", "tasks.record", "tasks.ceilings", "tasks.ladder", "tasks.peers", "report")),
     ("F8 .. from those", ("tasks.haystack", "tasks.climb", "tasks.ladder_rows")),

@@ -13,6 +13,7 @@ from rollkv.cli import main as boundary
 from rollkv.engine import Stats
 from rollkv.errors import UsageError
 from rollkv.gguf_file import open_gguf
+from rollkv.host_backend import HostBackend
 from rollkv.tasks.generate import TextModel, open_text_model
 from rollkv.tasks.haystack import NeedleRequest, build_haystack, check_request, make_needle, smallest_length
 from rollkv.tasks.needle import judge, read_finished, verdict
@@ -172,7 +173,7 @@ class ReadingEngine:
     """
 
     backend_name = "host"
-    backend = None
+    backend = HostBackend()
 
     def __init__(self, *, window_pages: int = 100, forgets: bool = False, interrupt_at: int | None = None) -> None:
         self.window_pages, self.forgets, self.interrupt_at = window_pages, forgets, interrupt_at

@@ -10,6 +10,7 @@ import pytest
 from rollkv import report
 from rollkv.budget import Budget
 from rollkv.engine import Stats
+from rollkv.phases import Phases
 from rollkv.units import GIB, MIB
 
 
@@ -60,6 +61,15 @@ def test_statistics_line_of_a_streamed_run():
 def test_statistics_line_leaves_out_what_was_not_measured():
     line = report.statistics_line(Stats(), budget(), "host", None)
     assert line == "pp 0 tok | tg 0 tok | cells 0 window + 0 tail | link idle | host backend | stop none"
+
+
+def test_start_line_adds_up():
+    now = iter([0.0, 0.25, 1.0, 1.5])
+    phases = Phases(lambda: next(now))
+    for name in ("imports", "weights", "imports"):
+        phases.ends(name)
+    assert report.start_line(phases, Stats()) == "start 1.50 s: imports 0.75, weights 0.75"
+    assert report.start_line(phases, Stats(ttft_seconds=0.5)).startswith("start 2.00 s: imports 0.75, weights 0.75, first token 0.50")
 
 
 def test_budget_table_adds_up():

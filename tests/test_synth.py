@@ -18,8 +18,8 @@ from rollkv.host_backend import HostArray, HostBackend
 from rollkv.model_config import model_config, required_tensors
 from rollkv.quants import dequantise
 from rollkv.synth import open_model, open_synth, write_gguf
-from rollkv.synth_blocks import fill, make_pool
 from rollkv.synth_circuit import BACKS, LOOK_BACK_SHARPNESS, MATCH_MARGIN, codewords, look_back_pairs
+from rollkv.synth_noise import GAMMA, MIX_1, MIX_2, Noise
 from rollkv.synth_shapes import ARCHITECTURES, MAX_CONTEXT, MAX_USED_TOKENS, QTYPES, parse_spec
 from rollkv.synth_words import tokenizer_metadata, used_tokens
 from rollkv.tokenizer import Tokenizer
@@ -279,9 +279,58 @@ def test_the_seed_alone_decides() -> None:
                     assert (other.tensors[name].raw != one.tensors[name].raw).mean() > 0.15, name
 
 
+def split_mix(state: int) -> int:
+    """The finaliser of the paper, in Python's integers."""
+    low = (1 << 64) - 1
+    state = (state ^ state >> 30) * MIX_1 & low
+    state = (state ^ state >> 27) * MIX_2 & low
+    return state ^ state >> 31
+
+
+def test_noise_is_split_mix() -> None:
+    """Known answers: seed 1234567 gives 6457827717110365317, then 3203168211198807973."""
+    assert [split_mix(1234567 + i * GAMMA & (1 << 64) - 1) for i in (1, 2)] == [6457827717110365317, 3203168211198807973]
+    for seed, block in ((0, 0), (77, 123456), ((1 << 64) - 5, 1 << 40)):
+        out = np.full(2 * 34, 0xEE, np.uint8)
+        Noise("Q8_0", 0.1, seed).fill(block, out)
+        blocks = out.reshape(2, 34)
+        np.testing.assert_array_equal(blocks[:, :2].copy().view("<f2"), np.float16(0.1 / math.sqrt((256**2 - 1) / 12)))
+        words = [split_mix(seed + (4 * block + i + 1) * GAMMA & (1 << 64) - 1) for i in range(8)]
+        np.testing.assert_array_equal(blocks[:, 2:].copy().view("<u8").reshape(-1), np.array(words, np.uint64))
+
+
+@pytest.mark.parametrize("qtype", QTYPES)
+def test_noise_is_the_same_in_any_pieces(qtype: str) -> None:
+    noise = Noise(qtype, 0.02, 99)
+    whole = noise.make(70_000 * 32 // noise.block_weights + 3)
+    values = dequantise(qtype, whole, (len(whole) // noise.block_bytes, noise.block_weights))
+    assert values.std() == pytest.approx(0.02, rel=2e-3) and abs(values.mean()) < 0.02 / 50
+    for first, end in ((0, 1), (1, 3), (3, 5000), (5000, len(whole) // noise.block_bytes)):
+        part = np.full((end - first) * noise.block_bytes, 0xEE, np.uint8)
+        noise.fill(first, part)
+        np.testing.assert_array_equal(part, whole[first * noise.block_bytes : end * noise.block_bytes])
+
+
+@pytest.mark.parametrize("qtype", QTYPES)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_pieces_make_the_matrix(qtype: str, architecture: str) -> None:
+    """What a device does: noise of some rows, and what is set by hand over it."""
+    with open_synth(f"synth:tiny:{qtype},architecture={architecture},vocab=2100") as file:
+        for tensor in file.tensors.values():
+            if len(tensor.shape) == 1:
+                continue
+            whole = tensor.raw.reshape(tensor.shape[0], -1)
+            for first in range(0, tensor.shape[0], 80):
+                part = np.full((min(80, tensor.shape[0] - first), tensor.row_bytes), 0xEE, np.uint8)  # type: ignore[attr-defined]
+                blocks = tensor.row_bytes // tensor.noise.block_bytes  # type: ignore[attr-defined]
+                tensor.noise.fill(first * blocks, part.reshape(-1))  # type: ignore[attr-defined]
+                rows, values = tensor.by_hand(first, len(part))  # type: ignore[attr-defined]
+                part[rows - first, : values.shape[1]] = values
+                np.testing.assert_array_equal(part, whole[first : first + len(part)])
+
+
 def test_rows_do_not_repeat() -> None:
-    pool = make_pool("Q8_0", 0.1, np.random.default_rng(0), small=True)
-    rows = fill(pool, 8000, 3 * len(pool)).reshape(len(pool), -1)
+    rows = Noise("Q8_0", 0.1, 0).make(1 << 17).reshape(-1, 34 * 2)
     assert len(np.unique(rows, axis=0)) == len(rows)
 
 

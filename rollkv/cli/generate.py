@@ -7,6 +7,7 @@ import typer
 from rollkv.cli import options
 from rollkv.config import DEFAULT_UBATCH, SamplingParams
 from rollkv.errors import UsageError
+from rollkv.phases import Phases
 
 if TYPE_CHECKING:
     from rollkv.engine import Engine
@@ -48,7 +49,12 @@ def generate(
     device: Annotated[int, typer.Option(metavar="INDEX", help="Which GPU.")] = 0,
     output: options.Output = "text",
     verbose: Annotated[
-        bool, typer.Option("-v", "--verbose", help="Show model, first prompt ids, stop tokens and the budget on stderr.")
+        bool,
+        typer.Option(
+            "-v",
+            "--verbose",
+            help="Show model, first prompt ids, stop tokens, the budget and the time of each part of the start on stderr.",
+        ),
     ] = False,
 ) -> None:
     """Generate text. Text goes to stdout as it is made; progress and one line of statistics go to stderr."""
@@ -57,6 +63,7 @@ def generate(
         raise UsageError(f"--backend {backend!r} is not known; choose auto, cuda or host")
     cap = options.size_option(vram_target, "--vram-target")
     text, ids = options.read_prompt(prompt, file), options.parse_ids(prompt_ids)
+    phases = Phases()
 
     from rollkv import report
     from rollkv.engine import load
@@ -64,6 +71,7 @@ def generate(
     from rollkv.tasks import generate as task
     from rollkv.units import format_size
 
+    phases.ends("imports")
     sampling = SamplingParams(temp, top_k, top_p, min_p, repeat_penalty, repeat_last, seed)
     request = task.TextRequest(text, ids, chat, system, n_predict, sampling, tuple(stop or ()), ignore_eos)
     opened = task.open_text_model(model or default_model(), pre_tokenizer)
@@ -80,17 +88,19 @@ def generate(
     )
     if verbose:
         _describe_prompt(opened, prompt_tokens)
+    phases.ends("vocabulary and prompt")
     with report.PhaseProgress("loading", format_size) as loading:
-        engine = load(opened.path, cache, vram_target=cap, backend=backend, device=device, warn=report.warn, on_load=loading)  # type: ignore[arg-type]
+        engine = load(opened.path, cache, vram_target=cap, backend=backend, device=device, warn=report.warn, on_load=loading, phases=phases)  # type: ignore[arg-type]
     with engine, report.PhaseProgress("prompt") as progress:
         if verbose:
             report.note(f"{engine.backend_name} backend\n{report.budget_table(engine.budget)}")
         generation = task.Generation(engine, opened.tokenizer, prompt_tokens, request, progress)
-        _stream(engine, opened, generation, as_json)
+        _stream(engine, opened, generation, as_json, phases if verbose else None)
 
 
-def _stream(engine: "Engine", model: "TextModel", generation: "Generation", as_json: bool) -> None:
-    """Runs the generation to its end and prints it. Exit code 130 when interrupted, with what there was until then."""
+def _stream(engine: "Engine", model: "TextModel", generation: "Generation", as_json: bool, phases: Phases | None) -> None:
+    """Runs the generation to its end and prints it, and the phases of the start if given. Exit code 130 when interrupted, with what there
+    was until then."""
     from rollkv import report
 
     try:
@@ -105,6 +115,8 @@ def _stream(engine: "Engine", model: "TextModel", generation: "Generation", as_j
         report.write_json(_result(engine, model, generation))
     elif not generation.text.endswith("\n"):
         report.write_text("\n")
+    if phases is not None:
+        report.note(report.start_line(phases, engine.stats))
     report.note(report.statistics_line(engine.stats, engine.budget, engine.backend_name, generation.stop_reason))
     if generation.stop_reason == "interrupted":
         raise typer.Exit(130)

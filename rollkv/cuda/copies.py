@@ -1,8 +1,8 @@
 """Events, and copies of pages between window, staging ring and tail.
 
 A copy takes as few calls as memory allows: a run is cut where the ring of slots wraps and where one host chunk ends. Pinned memory is
-copied asynchronously. Pageable memory passes through two pinned halves: the way in reads host memory at the call, the way out returns
-when the bytes have arrived, so what a later call reads is always whole.
+copied asynchronously. Pageable memory passes through pinned slots: the way in reads host memory at the call, the way out returns when the
+bytes have arrived, so what a later call reads is always whole.
 """
 
 import ctypes
@@ -107,16 +107,44 @@ def pieces(run: PageRun, host: HostPages) -> Iterator[Piece]:
         done += count
 
 
+class SlotRing:
+    """Pinned slots by turns. A slot that was taken is taken again once `busy_until` was said of it and that event has passed."""
+
+    def __init__(self, events: Events, memory: PinnedMemory):
+        self._events = events
+        self._memory = memory
+        self._busy: dict[int, Event | None] = {}  # None: in the taker's hands
+        self._turn = 0
+
+    @property
+    def slot_bytes(self) -> int:
+        return self._memory.slots().slot_bytes
+
+    def take(self) -> tuple[int, int]:
+        """(number, address) of the next slot, when the copy that used it last has ended."""
+        addresses = self._memory.slots().addresses
+        slot, self._turn = self._turn, (self._turn + 1) % len(addresses)
+        if slot in self._busy:
+            event = self._busy[slot]
+            if event is None:
+                raise ValueError(f"all {len(addresses)} pinned slots are taken")
+            self._events.synchronize(event)
+        self._busy[slot] = None
+        return slot, addresses[slot]
+
+    def busy_until(self, slot: int, event: Event) -> None:
+        """Gives a slot back; what was issued before `event` may still use it."""
+        self._busy[slot] = event
+
+
 class Copies:
     """Page copies of one device."""
 
-    def __init__(self, calls: DriverCalls, streams: dict[Stream, Any], events: Events, memory: PinnedMemory):
+    def __init__(self, calls: DriverCalls, streams: dict[Stream, Any], events: Events, slots: SlotRing):
         self._calls = calls
         self._streams = streams
         self._events = events
-        self._memory = memory
-        self._busy: list[Event | None] = [None, None]  # the last copy out of, or into, each half of the stage
-        self._turn = 0
+        self._slots = slots
 
     def copy_in(self, run: PageRun, host: HostPages) -> None:
         """COPY_IN: pages from the tail into the run's slots."""
@@ -153,17 +181,20 @@ class Copies:
         self._staged_out(device, host, num_bytes, Stream.COMPUTE)
 
     def _staged_in(self, device: int, host: int, num_bytes: int, stream: Stream) -> None:
-        for offset, half, address, count in self._halves(num_bytes):
+        for offset, count in self._parts(num_bytes):
+            slot, address = self._slots.take()
             ctypes.memmove(address, host + offset, count)
             self._calls("cuMemcpyHtoDAsync", device + offset, address, count, self._streams[stream])
-            self._busy[half] = self._events.record(stream)
+            self._slots.busy_until(slot, self._events.record(stream))
 
     def _staged_out(self, device: int, host: int, num_bytes: int, stream: Stream) -> None:
         """Copies one part while the part before it moves on to its place."""
         waiting: tuple[Event, int, int, int] | None = None  # event, target, source, bytes
-        for offset, half, address, count in self._halves(num_bytes):
+        for offset, count in self._parts(num_bytes):
+            slot, address = self._slots.take()
             self._calls("cuMemcpyDtoHAsync", address, device + offset, count, self._streams[stream])
-            event = self._busy[half] = self._events.record(stream)
+            event = self._events.record(stream)
+            self._slots.busy_until(slot, event)
             if waiting is not None:
                 self._land(*waiting)
             waiting = (event, host + offset, address, count)
@@ -174,12 +205,8 @@ class Copies:
         self._events.synchronize(event)
         ctypes.memmove(target, source, count)
 
-    def _halves(self, num_bytes: int) -> Iterator[tuple[int, int, int, int]]:
-        """(offset, half, its address, bytes) of the parts of a transfer; a half is handed out when its last copy has ended."""
-        stage = self._memory.stage()
-        for offset in range(0, num_bytes, stage.half_bytes):
-            half, self._turn = self._turn, 1 - self._turn
-            busy = self._busy[half]
-            if busy is not None:
-                self._events.synchronize(busy)
-            yield offset, half, stage.addresses[half], min(stage.half_bytes, num_bytes - offset)
+    def _parts(self, num_bytes: int) -> Iterator[tuple[int, int]]:
+        """(offset, bytes) of the parts of a transfer."""
+        size = self._slots.slot_bytes
+        for offset in range(0, num_bytes, size):
+            yield offset, min(size, num_bytes - offset)

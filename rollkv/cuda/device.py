@@ -6,8 +6,10 @@ and the driver's call. It is used from one thread, the one that owns the context
 
 import ctypes
 import math
+import os
 import struct
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +18,7 @@ import numpy as np
 from rollkv.backend import Stream
 from rollkv.config import DTYPE_BYTES, Dtype
 from rollkv.cuda.driver import DriverCalls
-from rollkv.cuda.nvrtc import CubinCache, KernelError, KernelSpec
+from rollkv.cuda.nvrtc import Cubin, CubinCache, KernelError, KernelSpec
 from rollkv.errors import DeviceError
 
 
@@ -78,11 +80,18 @@ _CODES: dict[type, str] = {
     np.float64: "d",
 }
 
+_COMPILERS = len(os.sched_getaffinity(0))
+
+
+_FIRST_EARLY_CAPABILITY = 90  # programmatic dependent launch exists from compute capability 9.0 on
+
 
 class _Kernel:
     """One loaded kernel with the memory its arguments are packed into (the driver copies them during the launch call)."""
 
-    __slots__ = ("expression", "function", "spec", "pack_into", "param_sizes", "params", "params_address", "shared_limit", "slots", "types")
+    __slots__ = (
+        "configurations", "expression", "function", "spec", "pack_into", "param_sizes", "params", "params_address", "shared_limit", "slots", "types"
+    )  # fmt: skip
 
     def __init__(self, spec: KernelSpec, function: Any, param_sizes: tuple[int, ...] | None):
         self.spec = spec
@@ -90,6 +99,7 @@ class _Kernel:
         self.function = function
         self.param_sizes = param_sizes  # None: this driver does not tell
         self.shared_limit = 0  # asked for at the first launch: 48 KiB are free only together with what the kernel declares itself
+        self.configurations: dict[tuple[Any, ...], Any] = {}  # of early launches, by grid, block, shared memory and stream
         self.types: tuple[type, ...] | None = None
         self.slots = ctypes.create_string_buffer(0)
         self.params: Any = None  # array of the arguments' addresses, as cuLaunchKernel wants them
@@ -134,16 +144,20 @@ class Launcher:
         self.last_launched = ""  # named when a later synchronisation fails
         self._calls = calls
         self._launch = calls.bindings.cuLaunchKernel
+        self._launch_ex = calls.bindings.cuLaunchKernelEx
+        self._overlaps = int("".join(filter(str.isdigit, arch))) >= _FIRST_EARLY_CAPABILITY
         self._streams = streams
         self._cache = cache
         self._kernels: dict[str, _Kernel] = {}
         self._modules: list[Any] = []
 
     def prepare(self, specs: Iterable[KernelSpec]) -> None:
-        """Compiles and loads the instances ahead, so that the memory of their code is taken now. Raises KernelError, DeviceError."""
-        for spec in specs:
-            if spec.expression not in self._kernels:
-                self._load(spec)
+        """Compiles and loads the instances ahead, so that the memory of their code is taken now. Several compile at a time. Raises
+        KernelError, DeviceError."""
+        missing = [spec for spec in dict.fromkeys(specs) if spec.expression not in self._kernels]
+        with ThreadPoolExecutor(_COMPILERS) as threads:
+            for spec, cubin in zip(missing, threads.map(self._cubin, missing), strict=True):
+                self._load(spec, cubin)
 
     def launch(
         self,
@@ -158,14 +172,19 @@ class Launcher:
         (a structure by value). Returns before the kernel runs. Raises KernelError for wrong arguments, DeviceError when the device fails."""
         kernel = self._kernels.get(spec.expression)  # by a string, whose hash is kept
         if kernel is None or (kernel.spec is not spec and kernel.spec != spec):
-            kernel = self._load(spec)
+            kernel = self._load(spec, self._cubin(spec))
         types = tuple(map(type, args))
         if types != kernel.types:
             kernel.bind(args, types)
         kernel.pack_into(kernel.slots, 0, *args)
         if shared_bytes > kernel.shared_limit:
             self._allow_shared(kernel, shared_bytes)
-        status = self._launch(kernel.function, *grid, block, 1, 1, shared_bytes, self._streams[stream], kernel.params_address, 0)[0]
+        if kernel.spec.early and self._overlaps:
+            where = (*grid, block, shared_bytes, stream)
+            configuration = kernel.configurations.get(where) or self._configure(kernel, where)
+            status = self._launch_ex(configuration, kernel.function, kernel.params_address, 0)[0]
+        else:
+            status = self._launch(kernel.function, *grid, block, 1, 1, shared_bytes, self._streams[stream], kernel.params_address, 0)[0]
         if status != 0:
             self._fail(kernel, grid, block, shared_bytes, int(status))
         self.last_launched = kernel.expression
@@ -176,10 +195,26 @@ class Launcher:
         while self._modules:
             self._calls.bindings.cuModuleUnload(self._modules.pop())
 
-    def _load(self, spec: KernelSpec) -> _Kernel:
+    def _configure(self, kernel: _Kernel, where: tuple[Any, ...]) -> Any:
+        """An early launch: it may begin when every block of the kernel before it has begun, and waits for the rest by itself."""
+        bindings = self._calls.bindings
+        attribute = bindings.CUlaunchAttribute()
+        attribute.id = bindings.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        made = bindings.CUlaunchConfig()
+        made.gridDimX, made.gridDimY, made.gridDimZ, made.blockDimX, made.sharedMemBytes = where[:5]
+        made.blockDimY = made.blockDimZ = 1
+        made.hStream = self._streams[where[5]]
+        made.attrs, made.numAttrs = [attribute], 1
+        kernel.configurations[where] = made
+        return made
+
+    def _cubin(self, spec: KernelSpec) -> Cubin:
         if not spec.compiles_for(self.arch):
             raise KernelError(f"{spec.expression} exists for {', '.join(spec.archs)} only; this device is {self.arch}")
-        cubin = self._cache.get(spec.source, (spec.expression,), self.arch)
+        return self._cache.get(spec.source, (spec.expression,), self.arch)
+
+    def _load(self, spec: KernelSpec, cubin: Cubin) -> _Kernel:
         module = self._calls("cuModuleLoadData", cubin.image, what=f"loading {spec.expression}")
         self._modules.append(module)
         function = self._calls("cuModuleGetFunction", module, cubin.lowered[spec.expression].encode(), what=f"loading {spec.expression}")

@@ -4,13 +4,16 @@ A result depends on its shape alone: one stream, one workspace of a fixed size, 
 by the size of the scratch memory, never by what else is resident, so the same call gives the same bits in every run.
 """
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from rollkv.backend import RmsNorm
+from rollkv.config import Dtype
 from rollkv.cuda.device import DeviceArray, Launcher, check_array
 from rollkv.cuda.kernels.dequantise import dequantise
-from rollkv.cuda.kernels.round_rows import round_rows, scale_bias
+from rollkv.cuda.kernels.round_rows import finish_product, round_glu, round_rows
 from rollkv.cuda.nvrtc import KernelError
 from rollkv.cuda.weights_gpu import CudaWeight
 from rollkv.errors import DeviceError
@@ -18,6 +21,16 @@ from rollkv.quants import TILE_ROWS
 
 _R_16F, _R_32F = 2, 0  # cudaDataType_t
 _INSTALL = 'pip install "rollkv[cuda]" brings it'
+
+
+class Product(NamedTuple):
+    """What the library chooses its kernels by: out[:, :outputs] = x16 weight16^T with x16 (rows, columns), weight16 (outputs, columns), out
+    (rows, all_outputs)."""
+
+    rows: int
+    columns: int
+    outputs: int
+    all_outputs: int
 
 
 class Gemm:
@@ -38,11 +51,15 @@ class Gemm:
         self._handle = self._call(cublas.create)
         try:
             self._call(cublas.set_stream, self._handle, int(stream))
-            self._call(cublas.set_workspace, self._handle, workspace.ptr, workspace.nbytes)  # after the stream: setting that resets it
+            self.use_workspace(workspace)  # after the stream: setting that resets it
             self._call(cublas.set_math_mode, self._handle, cublas.Math.DISALLOW_REDUCED_PRECISION_REDUCTION)
         except DeviceError:
             self.close()
             raise
+
+    def use_workspace(self, workspace: DeviceArray) -> None:
+        """Works in other memory from now on. No product may be under way."""
+        self._call(self._cublas.set_workspace, self._handle, workspace.ptr, workspace.nbytes)
 
     def _call(self, function: Any, *args: Any) -> Any:
         try:
@@ -101,43 +118,96 @@ def slab_rows(weight: CudaWeight, slab_bytes: int) -> int:
     fit = slab_bytes // (weight.columns * 2) // TILE_ROWS * TILE_ROWS
     if fit == 0:
         raise KernelError(
-            f"large_linear: {TILE_ROWS} rows of {weight.name} take {TILE_ROWS * weight.columns * 2} bytes; the slab has {slab_bytes}"
+            f"large products: {TILE_ROWS} rows of {weight.name} take {TILE_ROWS * weight.columns * 2} bytes; the slab has {slab_bytes}"
         )
     return min(fit, weight.rows)
 
 
-def large_linear(
-    launcher: Launcher,
-    gemm: Gemm,
-    x: DeviceArray,
-    weight: CudaWeight,
-    out: DeviceArray,
-    bias: DeviceArray | None,
-    slab: DeviceArray,
-    x16: DeviceArray,
-    row_scale: DeviceArray,
-) -> None:
-    """out = x weight^T + bias for any number of rows, both factors rounded to f16, sums in float32.
+@dataclass(frozen=True)
+class LargeProducts:
+    """Products of more than 16 rows, both factors rounded to f16, sums in float32; results do not depend on what the scratch holds.
 
-    x: f32 (T, K); weight: (N, K); out: f32 (T, N); bias: f32 (N,) or None. Scratch: slab, any type, at least 16 rows of the weight in f16;
-    x16, any shape with at least T * K f16; row_scale, f32, at least T. Raises KernelError (shapes), DeviceError.
+    slab: any type, at least 16 rows of every weight in f16; x16: f16, at least T * K elements; row_scale: f32, at least T; products: f32
+    (at least T, N) for every result that is added.
     """
-    rows = x.shape[0]
-    check_array("large_linear", "x", x, (rows, weight.columns), "f32")
-    check_array("large_linear", "out", out, (rows, weight.rows), "f32")
-    rounded = _scratch("x16", x16, (rows, weight.columns), "f16")
-    scales = _scratch("row_scale", row_scale, (rows,), "f32")
-    at_once = slab_rows(weight, slab.nbytes)
-    round_rows(launcher, x, rounded, scales)
-    for first in range(0, weight.rows, at_once):
-        part = _scratch("slab", slab, (min(at_once, weight.rows - first), weight.columns), "f16")
-        dequantise(launcher, weight, part, first_row=first)
-        gemm.multiply(rounded, part, out, first_column=first)
-    scale_bias(launcher, out, scales, bias)
+
+    launcher: Launcher
+    gemm: Gemm
+    slab: DeviceArray
+    x16: DeviceArray
+    row_scale: DeviceArray
+    products: DeviceArray
+
+    @property
+    def max_rows(self) -> int:
+        return self.row_scale.shape[0]
+
+    def linear(
+        self,
+        x: DeviceArray,
+        weights: tuple[CudaWeight, ...],
+        out: DeviceArray,
+        *,
+        norm: RmsNorm | None = None,
+        bias: DeviceArray | None = None,
+        add: bool = False,
+    ) -> None:
+        """out = norm(x) weights^T + bias, or out += that. x: f32 (T, K); weights: (N, K) together; out: f32 (T, N); bias: f32 (N,).
+        Raises KernelError (shapes), DeviceError."""
+        rounded, scales = self._rounded(x.shape)
+        round_rows(self.launcher, x, rounded, scales, norm)
+        self._multiply(rounded, scales, weights, out, bias, add=add)
+
+    def feed_forward(
+        self,
+        x: DeviceArray,
+        norm: RmsNorm,
+        gate_up: tuple[CudaWeight, ...],
+        activation: str,
+        down: tuple[CudaWeight, ...],
+        out: DeviceArray,
+        scratch: DeviceArray,
+        *,
+        add: bool = False,
+    ) -> None:
+        """out = (activation(norm(x) gate^T) * (norm(x) up^T)) down^T, or out += that. x: f32 (T, K); gate_up: (2 F, K); down: (N, F); out: f32
+        (T, N); scratch: f32 (T, 2 F). Raises KernelError (shapes), DeviceError."""
+        self.linear(x, gate_up, scratch, norm=norm)
+        columns = down[0].columns
+        gated, scales = self._rounded((x.shape[0], columns))
+        run = TILE_ROWS if len(gate_up) == 1 else columns  # of gate and of up, as the weight has its tiles
+        round_glu(self.launcher, scratch, gated, scales, run=run, activation=activation)
+        self._multiply(gated, scales, down, out, None, add=add)
+
+    def _multiply(
+        self,
+        x16: DeviceArray,
+        scales: DeviceArray,
+        weights: tuple[CudaWeight, ...],
+        out: DeviceArray,
+        bias: DeviceArray | None,
+        *,
+        add: bool,
+    ) -> None:
+        rows, outputs = x16.shape[0], sum(weight.rows for weight in weights)
+        check_array("large products", "out", out, (rows, outputs), "f32")
+        target = _scratch("products", self.products, (rows, outputs), "f32") if add else out
+        column = 0
+        for weight in weights:
+            at_once = slab_rows(weight, self.slab.nbytes)
+            for first in range(0, weight.rows, at_once):
+                part = _scratch("slab", self.slab, (min(at_once, weight.rows - first), weight.columns), "f16")
+                dequantise(self.launcher, weight, part, first_row=first)
+                self.gemm.multiply(x16, part, target, first_column=column + first)
+            column += weight.rows
+        finish_product(self.launcher, target, scales, bias, out, add=add)
+
+    def _rounded(self, shape: tuple[int, ...]) -> tuple[DeviceArray, DeviceArray]:
+        return _scratch("x16", self.x16, shape, "f16"), _scratch("row_scale", self.row_scale, shape[:1], "f32")
 
 
-def _scratch(name: str, memory: DeviceArray, shape: tuple[int, ...], dtype: Any) -> DeviceArray:
+def _scratch(name: str, memory: DeviceArray, shape: tuple[int, ...], dtype: Dtype) -> DeviceArray:
     wanted = DeviceArray(memory.ptr, shape, dtype)
     if memory.nbytes < wanted.nbytes:
-        raise KernelError(f"large_linear: {name} must hold {dtype} {list(shape)}, {wanted.nbytes} bytes; it has {memory.nbytes}")
+        raise KernelError(f"large products: {name} must hold {dtype} {list(shape)}, {wanted.nbytes} bytes; it has {memory.nbytes}")
     return wanted

@@ -36,6 +36,7 @@ class KernelSpec:
     source: str  # file in csrc/: "rms_norm.cu"
     expression: str  # "rms_norm<256>"
     archs: tuple[str, ...] = ()  # the only architectures it compiles for, such as ("sm_90a",); empty: all
+    early: bool = False  # it waits by itself for the kernels before it (wait_for_previous), so it may begin while they still run
 
     def compiles_for(self, arch: str) -> bool:
         return not self.archs or arch in self.archs

@@ -1,31 +1,23 @@
 """Attention and feed-forward blocks, written once over Backend and shared by the architecture families."""
 
-from rollkv.backend import Array
+from rollkv.backend import Array, Projected
 from rollkv.model.step import Model, Step
-from rollkv.weights import LayerWeights
-from rollkv.workspace import STATE_EXTRA
+from rollkv.workspace import STATE_EXTRA, qkv_columns
 
 
-def attention(model: Model, step: Step, index: int, x: Array, out: Array) -> None:
-    """out = attn_output(softmax(q k^T) v) of the normalised x; appends this step's keys and values. x, out f32 [T, hidden]."""
+def attention(model: Model, step: Step, index: int, x: Array, out: Array, *, add: bool) -> None:
+    """out = attn_output(softmax(q k^T) v) of norm(x), or out += that; appends this step's keys and values. x, out f32 [T, hidden]."""
     backend, layer, weights = model.backend, model.config.layers[index], model.weights.layers[index]
     tokens = step.num_tokens
+    qkv = model.workspace["qkv"].view((tokens, qkv_columns(layer)))
     q = model.workspace["q"].view((tokens, layer.num_heads * layer.key_dim))
-    k = model.workspace["k"].view((tokens, layer.num_kv_heads * layer.key_dim))
-    v = model.workspace["v"].view((tokens, layer.num_kv_heads * layer.value_dim))
-    attended = model.workspace["attention"].view((tokens, layer.num_heads * layer.value_dim))
+    attended = model.workspace["qkv"].view((tokens, layer.num_heads * layer.value_dim))  # what was projected has been read by then
 
-    backend.linear(x, weights.attn_q, q, weights.attn_q_bias)
-    backend.linear(x, weights.attn_k, k, weights.attn_k_bias)
-    backend.linear(x, weights.attn_v, v, weights.attn_v_bias)
-    if weights.attn_q_norm is not None and weights.attn_k_norm is not None:
-        backend.rms_norm(q, weights.attn_q_norm, model.config.rms_norm_eps, q)
-        backend.rms_norm(k, weights.attn_k_norm, model.config.rms_norm_eps, k)
-    backend.rope(q, layer.num_heads, step.tables[layer.rope], layer.rope)
-    backend.rope(k, layer.num_kv_heads, step.tables[layer.rope], layer.rope)
-    model.cache.append(index, k, v, step.position_array, step.position)
+    backend.linear(x, weights.attn_qkv, qkv, norm=weights.attn_norm, bias=weights.attn_qkv_bias)
+    projected = Projected(qkv, q, layer, weights.attn_q_norm, weights.attn_k_norm, step.tables[layer.rope])
+    model.cache.append(index, projected, step.position_array, step.position)
     (_attend_one if tokens == 1 else _attend_many)(model, step, index, q, attended)
-    backend.linear(attended, weights.attn_output, out)
+    backend.linear(attended, weights.attn_output, out, add=add)
 
 
 def _attend_one(model: Model, step: Step, index: int, q: Array, out: Array) -> None:
@@ -52,11 +44,7 @@ def _attend_many(model: Model, step: Step, index: int, q: Array, out: Array) -> 
         first = False
 
 
-def feed_forward(model: Model, step: Step, weights: LayerWeights, x: Array, out: Array) -> None:
-    """out = ffn_down(activation(ffn_gate(x)) * ffn_up(x)). x, out f32 [T, hidden]."""
-    backend = model.backend
-    gate, up = (model.workspace[name].rows(step.num_tokens) for name in ("gate", "up"))
-    backend.linear(x, weights.ffn_gate, gate)
-    backend.linear(x, weights.ffn_up, up)
-    backend.glu(gate, up, model.config.activation, gate)
-    backend.linear(gate, weights.ffn_down, out)
+def feed_forward(model: Model, step: Step, index: int, x: Array, out: Array, *, add: bool) -> None:
+    """out = ffn_down(activation(ffn_gate(norm(x))) * ffn_up(norm(x))), or out += that. x, out f32 [T, hidden]."""
+    weights, scratch = model.weights.layers[index], model.workspace["feed_forward"].rows(step.num_tokens)
+    model.backend.feed_forward(x, weights.ffn_norm, weights.ffn_gate_up, model.config.activation, weights.ffn_down, out, scratch, add=add)

@@ -8,7 +8,7 @@ from rollkv.backend import Array
 from rollkv.model import gemma3, llama
 from rollkv.model.step import Model, Step
 
-LAYERS: dict[str, Callable[[Model, Step, int, Array, Array], None]] = {
+LAYERS: dict[str, Callable[[Model, Step, int, Array], None]] = {
     "llama": llama.layer,
     "qwen2": llama.layer,
     "qwen3": llama.layer,
@@ -31,7 +31,7 @@ def forward(model: Model, step: Step, after_layer: Callable[[int, Array], None] 
     after_layer(index, hidden) is called behind every layer, for inspection.
     """
     backend, config, workspace = model.backend, model.config, model.workspace
-    hidden, normed = (workspace[name].rows(step.num_tokens) for name in ("hidden", "normed"))
+    hidden = workspace["hidden"].rows(step.num_tokens)
     layer = LAYERS[config.architecture]
 
     model.cache.begin_step(step.position, step.num_tokens)
@@ -39,15 +39,14 @@ def forward(model: Model, step: Step, after_layer: Callable[[int, Array], None] 
         backend.rope_table(rope, step.position_array, table)
     backend.embed(workspace["tokens"].rows(step.num_tokens), model.weights.token_embd, config.embedding_scale, hidden)
     for index in range(config.num_layers):
-        layer(model, step, index, hidden, normed)
+        layer(model, step, index, hidden)
         if after_layer is not None:
             after_layer(index, hidden)
     return hidden
 
 
 def logits(model: Model, hidden: Array) -> Array:
-    """Output norm and output matrix over up to 16 rows: f32 [rows, vocab]. hidden f32 [rows, hidden] is overwritten."""
+    """Output norm and output matrix over up to 16 rows: f32 [rows, vocab]. hidden f32 [rows, hidden]."""
     out = model.workspace["logits"].rows(hidden.shape[0])
-    model.backend.rms_norm(hidden, model.weights.output_norm, model.config.rms_norm_eps, hidden)
-    model.backend.linear(hidden, model.weights.output, out)
+    model.backend.linear(hidden, model.weights.output, out, norm=model.weights.output_norm)
     return out

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from rollkv import __version__
 from rollkv.config import CacheConfig
-from rollkv.cuda.backend import CudaBackend
 from rollkv.engine import Engine
 from rollkv.synth import open_model
 
@@ -76,9 +75,8 @@ def machine_facts(engine: Engine | None, link_rate: float | None = None) -> dict
     facts["planned_device_bytes"] = engine.budget.total_bytes
     facts["window_cells"] = engine.budget.window_cells
     facts["host_tail_bytes"] = engine.budget.host_tail_bytes
-    if isinstance(engine.backend, CudaBackend):
-        device = engine.backend.facts
-        facts |= {"gpu": device.name, "gpu_bytes": device.total_bytes, "driver_cuda": ".".join(map(str, device.driver_version))}
+    if (gpu := engine.backend.gpu) is not None:
+        facts |= {"gpu": gpu.name, "gpu_bytes": gpu.memory_bytes, "driver_cuda": gpu.driver_cuda}
     return facts
 
 

@@ -55,13 +55,13 @@ def mma_launch_shape(group: int, num_kv_heads: int, num_pages: int) -> Shape:
 @cache
 def spec(key_type: KvType, value_type: KvType, key_dim: int, value_dim: int, heads: int) -> KernelSpec:
     """The float32 kernel for blocks of `heads` query heads."""
-    return KernelSpec("attn_decode.cu", f"attn_decode<{template_arguments(key_type, value_type, key_dim, value_dim)}, {heads}>")
+    return KernelSpec("attn_decode.cu", f"attn_decode<{template_arguments(key_type, value_type, key_dim, value_dim)}, {heads}>", early=True)
 
 
 @cache
 def mma_spec(dim: int) -> KernelSpec:
     """The tensor-core kernel."""
-    return KernelSpec("attn_decode_mma.cu", f"attn_decode_mma<{dim}, {_MMA_BLOCKS[dim]}>")
+    return KernelSpec("attn_decode_mma.cu", f"attn_decode_mma<{dim}, {_MMA_BLOCKS[dim]}>", early=True)
 
 
 def instances() -> tuple[KernelSpec, ...]:

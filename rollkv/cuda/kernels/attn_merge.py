@@ -28,7 +28,7 @@ def launch_shape(num_heads: int, value_dim: int) -> Shape:
 
 @cache
 def spec(value_dim: int) -> KernelSpec:
-    return KernelSpec("attn_merge.cu", f"attn_merge<{value_dim}>")
+    return KernelSpec("attn_merge.cu", f"attn_merge<{value_dim}>", early=True)
 
 
 def instances() -> tuple[KernelSpec, ...]:

@@ -14,7 +14,7 @@ _THREADS = 128
 
 @cache
 def spec(qtype: str) -> KernelSpec:
-    return KernelSpec("embed.cu", f"embed<{qtype}>")
+    return KernelSpec("embed.cu", f"embed<{qtype}>", early=True)
 
 
 def instances() -> tuple[KernelSpec, ...]:

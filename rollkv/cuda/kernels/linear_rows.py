@@ -5,7 +5,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rollkv.backend import RmsNorm
 from rollkv.cuda.device import DeviceArray, Launcher, Pointer, check_array
+from rollkv.cuda.kernels.activation import ACTIVATIONS, NO_ACTIVATION
 from rollkv.cuda.nvrtc import KernelError, KernelSpec
 from rollkv.cuda.weights_gpu import CudaWeight
 from rollkv.quants import FORMATS, TILE_ROWS
@@ -23,8 +25,11 @@ _STAGED_COLUMNS = {
     64: {1: 8192, 2: 4096, 4: 2048, 8: 1024, 16: 768},
     256: {1: 8192, 2: 4096, 4: 2048, 8: 1536, 16: 768},
 }
-# Spans of weights in flight a warp: about 2 to 4 KB, as far as the registers go.
-_DEPTH = {qtype: 2 if fmt.span == 256 else 1 if qtype == "F32" else 2 if qtype in ("F16", "BF16") else 4 for qtype, fmt in FORMATS.items()}
+# Spans of weights in flight a warp, at one row: about 2 to 4 KB, as far as 128 registers go.
+_DEPTH = {
+    "Q8_0": 4, "Q4_0": 4, "Q4_1": 4, "Q5_0": 4, "Q5_1": 4, "IQ4_NL": 4, "F16": 2, "BF16": 2, "F32": 1,
+    "Q2_K": 2, "Q3_K": 2, "Q4_K": 2, "Q6_K": 2, "Q5_K": 1, "IQ4_XS": 1,
+}  # fmt: skip
 # Types with a shift need the sums of x over the columns that share one.
 _SUM_GROUP = {"Q4_1": 32, "Q5_1": 32, "Q4_K": 32, "Q5_K": 32, "Q2_K": 16}
 
@@ -40,18 +45,18 @@ class Shape(NamedTuple):
 
 
 def _depth(qtype: str, rows: int) -> int:
-    """The largest depth up to the type's whose rounds (8 warps * depth spans) divide the staged columns; 1 for F16 and BF16 from 8 rows on,
-    whose spans are large (2 KB) beside many accumulators."""
-    span = FORMATS[qtype].span
-    if rows >= 8 and not FORMATS[qtype].metas:
+    """The largest depth up to the type's whose rounds (8 warps * depth spans) divide the staged columns. More rows leave registers for one span alone
+    where spans are large: super-blocks (1 to 2 KB), and F16 and BF16 (2 KB) from 4 rows on."""
+    span, depth = FORMATS[qtype].span, _DEPTH[qtype]
+    if (span == 256 and rows > 1) or (not FORMATS[qtype].metas and rows >= 4):
         return 1
-    return max((d for d in range(1, _DEPTH[qtype] + 1) if _STAGED_COLUMNS[span][rows] % (WARPS * span * d) == 0), default=1)
+    return max((d for d in range(1, depth + 1) if _STAGED_COLUMNS[span][rows] % (WARPS * span * d) == 0), default=1)
 
 
 def static_shared_bytes(rows: int) -> int:
-    """Shared memory that the instance declares itself: partial sums of the warps, and their totals."""
+    """Shared memory that the instance declares itself: partial sums of the warps, their totals, gates, factors of the rows."""
     blocks_n = -(-3 * rows // 8)
-    return (WARPS * TILE_ROWS * (min(2, blocks_n) * 8 + 1) + TILE_ROWS * (blocks_n * 8 + 1)) * 4
+    return (WARPS * TILE_ROWS * (min(2, blocks_n) * 8 + 1) + TILE_ROWS * (blocks_n * 8 + 1 + rows) + rows + WARPS) * 4
 
 
 @cache
@@ -69,7 +74,7 @@ def launch_shape(qtype: str, num_rows: int, num_outputs: int, columns: int, num_
 
 @cache
 def spec(qtype: str, rows: int, depth: int) -> KernelSpec:
-    return KernelSpec("linear_rows.cu", f"linear_rows<{qtype}, {rows}, {depth}>")
+    return KernelSpec("linear_rows.cu", f"linear_rows<{qtype}, {rows}, {depth}>", early=True)
 
 
 def specs_for(qtype: str) -> tuple[KernelSpec, ...]:
@@ -87,32 +92,91 @@ def linear_rows_bytes(weight: CudaWeight, num_rows: int) -> int:
 
 
 def linear_rows(
-    launcher: Launcher, x: DeviceArray, weight: CudaWeight, out: DeviceArray, bias: DeviceArray | None = None, *, num_sms: int
+    launcher: Launcher,
+    x: DeviceArray,
+    weight: CudaWeight,
+    out: DeviceArray,
+    *,
+    num_sms: int,
+    norm: RmsNorm | None = None,
+    bias: DeviceArray | None = None,
+    add: bool = False,
+    first_column: int = 0,
 ) -> None:
-    """out = x weight^T + bias with float32 precision; a row's bits depend on that row and the weight alone.
+    """out[:, first_column : first_column + N] = norm(x) weight^T + bias, or += that, with float32 precision; a row's bits depend on that row and the
+    weight alone.
 
-    x: f32 (T, K), 1 <= T <= 16; weight: (N, K); out: f32 (T, N); bias: f32 (N,) or None. num_sms: multiprocessors of the device,
-    which balances the blocks and changes no result. Reads and writes linear_rows_bytes.
+    x: f32 (T, K), 1 <= T <= 16; weight: (N, K); out: f32 (T, at least first_column + N); norm.weight: f32 (K,); bias: f32 of out's
+    columns. num_sms: multiprocessors of the device, which balances the blocks and changes no result. Reads and writes linear_rows_bytes.
     Raises KernelError on other shapes.
     """
+    check_array("linear_rows", "out", out, (x.shape[0], out.shape[1]), "f32")
+    if not 0 <= first_column <= out.shape[1] - weight.rows:
+        raise KernelError(f"linear_rows: columns {first_column} to {first_column + weight.rows} are not within the {out.shape[1]} of out")
+    if bias is not None:
+        check_array("linear_rows", "bias", bias, (out.shape[1],), "f32")
+    bias_pointer = Pointer(0 if bias is None else bias.ptr + first_column * 4)
+    _launch(launcher, x, weight, norm, bias_pointer, Pointer(out.ptr + first_column * 4), out.shape[1], num_sms, add=add)
+
+
+def glu_rows(
+    launcher: Launcher,
+    x: DeviceArray,
+    gate_up: tuple[CudaWeight, ...],
+    out: DeviceArray,
+    *,
+    num_sms: int,
+    norm: RmsNorm,
+    activation: str,
+) -> None:
+    """out = activation(norm(x) gate^T) * (norm(x) up^T), with the precision and the bits of linear_rows.
+
+    x: f32 (T, K); gate_up: one weight (2 F, K) whose tiles of 16 rows are gate and up by turns, or gate and up (F, K) each; out: f32
+    (T, F). Raises KernelError on other shapes.
+    """
+    paired = len(gate_up) == 1
+    columns = gate_up[0].rows // 2 if paired else gate_up[0].rows
+    check_array("glu_rows", "out", out, (x.shape[0], columns), "f32")
+    target, none = Pointer(out.ptr), Pointer(0)
+    if not paired:
+        _launch(launcher, x, gate_up[0], norm, none, target, columns, num_sms)
+    _launch(launcher, x, gate_up[-1], norm, none, target, columns, num_sms, activation=ACTIVATIONS[activation], paired=paired)
+
+
+def _launch(
+    launcher: Launcher,
+    x: DeviceArray,
+    weight: CudaWeight,
+    norm: RmsNorm | None,
+    bias: Pointer,
+    out: Pointer,
+    pitch: int,
+    num_sms: int,
+    *,
+    activation: int = NO_ACTIVATION,
+    paired: bool = False,
+    add: bool = False,
+) -> None:
+    """pitch: columns of a row of out."""
     num_rows = x.shape[0]
     if not 1 <= num_rows <= MAX_ROWS:
         raise KernelError(f"linear_rows: x has {num_rows} rows; 1 to {MAX_ROWS} were wanted")
     check_array("linear_rows", "x", x, (num_rows, weight.columns), "f32")
-    check_array("linear_rows", "out", out, (num_rows, weight.rows), "f32")
-    if bias is not None:
-        check_array("linear_rows", "bias", bias, (weight.rows,), "f32")
-    shape = launch_shape(weight.qtype, num_rows, weight.rows, weight.columns, num_sms)
-    numbers = map(np.int32, (num_rows, weight.rows, weight.columns, shape.staged_columns))
-    bias_pointer = Pointer(0 if bias is None else bias.ptr)
+    if norm is not None:
+        check_array("linear_rows", "norm", norm.weight, (weight.columns,), "f32")
+    norm_pointer, eps = (Pointer(0), 0.0) if norm is None else (Pointer(norm.weight.ptr), norm.eps)
+    shape = launch_shape(weight.qtype, num_rows, weight.rows // 2 if paired else weight.rows, weight.columns, num_sms)
     launcher.launch(
         spec(weight.qtype, shape.rows, shape.depth),
         (shape.blocks, 1, 1),
         WARPS * 32,
         x,
+        norm_pointer,
         *weight.planes,
-        bias_pointer,
+        bias,
         out,
-        *numbers,
+        *map(np.int32, (num_rows, weight.rows, weight.columns, pitch, shape.staged_columns)),
+        np.float32(eps),
+        *map(np.int32, (activation, paired, add)),
         shared_bytes=shape.shared_bytes,
     )

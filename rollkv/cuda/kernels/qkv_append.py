@@ -1,0 +1,103 @@
+"""From a layer's product to its attention: norms, rotation, new cells into their pages (csrc/qkv_append.cu)."""
+
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+
+from rollkv.backend import PageRun, Projected
+from rollkv.config import DTYPE_BYTES, KvType, LayerConfig, PageFormat
+from rollkv.cuda.device import DeviceArray, Launcher, Pointer, check_array
+from rollkv.cuda.kernels.kv_format import check_run, template_arguments
+from rollkv.cuda.nvrtc import KernelError, KernelSpec
+
+_WARPS = 8  # of a block, a head each
+
+
+class Shape(NamedTuple):
+    """Launch constants."""
+
+    threads: int
+    grid: tuple[int, int, int]
+
+
+@cache
+def launch_shape(num_tokens: int, num_heads: int, num_kv_heads: int) -> Shape:
+    """A block column a token, a warp a head of queries, keys or values."""
+    return Shape(_WARPS * 32, (num_tokens, -(-(num_heads + 2 * num_kv_heads) // _WARPS), 1))
+
+
+@cache
+def spec(key_type: KvType, value_type: KvType, key_dim: int, value_dim: int) -> KernelSpec:
+    return KernelSpec("qkv_append.cu", f"qkv_append<{template_arguments(key_type, value_type, key_dim, value_dim)}>", early=True)
+
+
+def instances() -> tuple[KernelSpec, ...]:
+    return spec("f16", "f16", 128, 128), spec("f32", "bf16", 80, 64), spec("bf16", "f32", 16, 256)
+
+
+def qkv_append_bytes(num_tokens: int, layer: LayerConfig, page: PageFormat) -> int:
+    """Bytes read (f32) and written (queries in f32, cells in the cache's types) for num_tokens tokens."""
+    key_bytes, value_bytes = DTYPE_BYTES[page.key_type], DTYPE_BYTES[page.value_type]
+    cells = page.num_kv_heads * (page.key_dim * (4 + key_bytes) + page.value_dim * (4 + value_bytes))
+    return num_tokens * (layer.num_heads * layer.key_dim * 8 + cells)
+
+
+def qkv_append(
+    launcher: Launcher, projected: Projected, position: DeviceArray, runs: tuple[PageRun, ...], page: PageFormat, first_position: int
+) -> None:
+    """Finishes `projected` as backend.Projected says: queries into projected.q, cells position[0] + t into the pages of `runs`, rounded to nearest,
+    ties to even.
+
+    position: i32 [1], the cell of row 0, which is first_position. The runs lie in order and cover all cells. One launch a run. Reads and
+    writes qkv_append_bytes. Raises KernelError on other shapes, or when the runs leave a cell out.
+    """
+    layer, qkv, table = projected.layer, projected.qkv, projected.table
+    num_tokens, pairs = qkv.shape[0], table.shape[1]
+    queries = layer.num_heads * layer.key_dim
+    check_array("qkv_append", "qkv", qkv, (num_tokens, queries + page.num_kv_heads * (page.key_dim + page.value_dim)), "f32")
+    check_array("qkv_append", "q", projected.q, (num_tokens, queries), "f32")
+    check_array("qkv_append", "table", table, (num_tokens, pairs, 2), "f32")
+    check_array("qkv_append", "position", position, (1,), "i32")
+    if 2 * pairs > page.key_dim:
+        raise KernelError(f"qkv_append: {pairs} pairs do not fit heads of {page.key_dim} columns")
+    norms = []
+    for norm in (projected.q_norm, projected.k_norm):
+        if norm is not None:
+            check_array("qkv_append", "norm", norm.weight, (page.key_dim,), "f32")
+        norms.append(Pointer(0 if norm is None else norm.weight.ptr))
+    eps = next((norm.eps for norm in (projected.q_norm, projected.k_norm) if norm is not None), 0.0)
+    _check_cover(runs, page, first_position, num_tokens)
+    shape = launch_shape(num_tokens, layer.num_heads, page.num_kv_heads)
+    kernel = spec(page.key_type, page.value_type, page.key_dim, page.value_dim)
+    heads = (layer.num_heads, page.num_kv_heads, page.page_cells, pairs, int(layer.rope.style == "interleaved"))
+    for run in runs:
+        launcher.launch(
+            kernel,
+            shape.grid,
+            shape.threads,
+            qkv,
+            *norms,
+            table,
+            position,
+            check_run("qkv_append", run, page),
+            projected.q,
+            *map(np.int32, (run.num_slots, run.first_slot, run.first_page, run.num_pages, *heads)),
+            np.float32(eps),
+        )
+
+
+def _check_cover(runs: tuple[PageRun, ...], page: PageFormat, first_position: int, num_tokens: int) -> None:
+    """The runs follow each other without a gap and hold every new cell."""
+    if num_tokens < 1 or not runs:
+        raise KernelError(f"qkv_append: {num_tokens} cells into {len(runs)} runs of pages; both must be at least 1")
+    for before, after in zip(runs, runs[1:], strict=False):
+        if after.first_page != before.first_page + before.num_pages:
+            raise KernelError(
+                f"qkv_append: a run that begins with page {after.first_page} follows one that ends before page {before.first_page + before.num_pages}"
+            )
+    first, end = runs[0].first_page * page.page_cells, (runs[-1].first_page + runs[-1].num_pages) * page.page_cells
+    if first_position < first or first_position + num_tokens > end:
+        raise KernelError(
+            f"qkv_append: cells {first_position} to {first_position + num_tokens - 1} do not lie in the runs' cells {first} to {end - 1}"
+        )

@@ -1,0 +1,50 @@
+"""Every kind of step that a run can take, gone through on a backend that issues nothing, so that it learns what to load for them.
+
+Layers that are alike are gone through once. Steps take each power of two up to the ubatch, and the ubatch: kernels and products are chosen
+by ranges of rows, and a prompt's last ubatch has any number of them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from rollkv.backend import Backend
+from rollkv.budget import plan_budget
+from rollkv.config import CacheConfig, ModelConfig
+from rollkv.gguf_header import TensorData
+from rollkv.kv_cache import KVCache
+from rollkv.model.forward import enter, forward, logits
+from rollkv.model.step import Model
+from rollkv.model_config import required_tensors
+from rollkv.weights import load_weights
+from rollkv.workspace import MAX_FEW_ROWS, SLAB_BYTES, ropes_of, widest_added, widest_input, workspace_arrays
+
+
+def rehearse(backend: Backend, config: ModelConfig, cache: CacheConfig, tensors: Mapping[str, TensorData]) -> None:
+    """Loads and runs the model on a backend that keeps no memory and computes nothing."""
+    rows = min(cache.ubatch, cache.ctx_size)
+    backend.reserve_linear(rows, widest_input(config), widest_added(config), SLAB_BYTES)
+    weights = load_weights(backend, config, tensors)
+    kept = tuple(_different_layers(config, tensors))
+    few = replace(config, layers=tuple(config.layers[index] for index in kept))
+    resident = replace(cache, residency="full", window_cells=None)
+    pages = KVCache(backend, few, resident, plan_budget(few, resident, {}, {}))
+    workspace = {name: backend.empty(name, spec.shape, spec.dtype) for name, spec in workspace_arrays(few, cache).items()}
+    weights = replace(weights, layers=tuple(weights.layers[index] for index in kept))
+    model = Model(backend, few, weights, pages, workspace, ropes_of(few))
+    for tokens in sorted({rows, *(1 << n for n in range(rows.bit_length()))}):
+        hidden = forward(model, enter(model, np.zeros(tokens, np.int32), 0))
+        logits(model, hidden.rows(min(tokens, MAX_FEW_ROWS)))
+
+
+def _different_layers(config: ModelConfig, tensors: Mapping[str, TensorData]) -> list[int]:
+    """The first of all layers that agree in geometry and in the types and shapes of their weights."""
+    weights: dict[str, list[tuple[str, str, tuple[int, ...]]]] = {}
+    for name in required_tensors(config):
+        number, _, rest = name.removeprefix("blk.").partition(".")
+        weights.setdefault(number, []).append((rest, tensors[name].qtype, tensors[name].shape))
+    first: dict[object, int] = {}
+    for index, layer in enumerate(config.layers):
+        first.setdefault((layer, tuple(weights[str(index)])), index)
+    return list(first.values())

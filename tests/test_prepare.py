@@ -1,0 +1,166 @@
+"""Before the plan: what a run will load is loaded, measured and planned with, over a double of the driver. Needs no GPU."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import engines
+from fake_driver import FakeDriver
+from rollkv.cuda import device, gemm
+from rollkv.cuda.backend import CudaBackend
+from rollkv.cuda.device import DeviceArray
+from rollkv.cuda.driver import DriverCalls
+from rollkv.cuda.nvml import ProcessMemory
+from rollkv.cuda.nvrtc import Cubin, CubinCache
+from rollkv.engine import Engine, load_on
+from rollkv.errors import OutOfMemoryError
+from rollkv.model_config import model_config
+from rollkv.synth import open_model
+from rollkv.tasks.record import machine_facts
+from rollkv.units import MIB
+
+MODULE_BYTES, LIBRARY_BYTES = 256 << 10, 24 * MIB
+
+
+class Machine(FakeDriver):
+    """A device whose modules, and whose vendor library, take memory. `peak` is the most that was taken."""
+
+    def __init__(self) -> None:
+        super().__init__(device_limit=1 << 30)
+        self.modules = self.library = self.peak = 0
+
+    def taken(self) -> int:
+        used = sum(a.size for a in self.device.values()) + self.modules * MODULE_BYTES + self.library
+        self.peak = max(self.peak, used)
+        return used
+
+    def cuModuleLoadData(self, image: bytes) -> tuple[int, int]:
+        self.modules += 1
+        self.taken()
+        return 0, self.modules
+
+    def cuMemGetInfo(self) -> tuple[int, int, int]:
+        return 0, self.device_limit - self.taken(), self.device_limit
+
+    def cuMemAlloc(self, size: int) -> tuple[int, Any]:
+        result = super().cuMemAlloc(size)
+        self.taken()
+        return result
+
+
+class Library(gemm.Gemm):
+    """Stands for cuBLAS: takes memory, and keeps the products it was asked for."""
+
+    machine: Machine
+    products: list[gemm.Product]
+
+    def __init__(self, stream: Any, workspace: DeviceArray) -> None:
+        self._handle = None
+        self.machine.library = LIBRARY_BYTES
+        self.machine.taken()
+
+    def use_workspace(self, workspace: DeviceArray) -> None:
+        held = [(base, base + a.size) for base, a in self.machine.device.items()]
+        assert any(low <= workspace.ptr and workspace.ptr + workspace.nbytes <= high for low, high in held)
+
+    def multiply(self, x16: DeviceArray, weight16: DeviceArray, out: DeviceArray, *, first_column: int = 0) -> None:
+        self.products.append(gemm.Product(*x16.shape, weight16.shape[0], out.shape[1]))  # type: ignore[call-arg]
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    made = Machine()
+    monkeypatch.setattr(Library, "machine", made, raising=False)
+    monkeypatch.setattr(Library, "products", [], raising=False)
+    monkeypatch.setattr(gemm, "Gemm", Library)
+    monkeypatch.setattr(CubinCache, "get", lambda self, source, expressions, arch: Cubin(b"", {e: e for e in expressions}, ""))
+    monkeypatch.setattr(device, "_param_sizes", lambda calls, function: None)
+    monkeypatch.setattr(CudaBackend, "can_record", False)
+    monkeypatch.setattr(ProcessMemory, "used_bytes", lambda self: None)
+    monkeypatch.setattr(ProcessMemory, "device_used_bytes", lambda self: None)
+    return made
+
+
+def engine(machine: Machine, path: Any, cap: int | None = None, **options: Any) -> Engine:
+    with open_model(path) as file:
+        backend = CudaBackend(cap_bytes=cap, calls=DriverCalls(machine))
+        cache = engines.cache(**options)
+        return load_on(backend, file, model_config(file), cache if cap is None else replace(cache, residency="auto"), cap)
+
+
+MODELS = [
+    *(engines.FIXTURES / f"{model}.gguf" for model in engines.MODELS),
+    "synth:tiny:Q4_K",
+    "synth:tiny:F16,architecture=gemma3,hidden=320",
+]
+
+
+@pytest.mark.parametrize("kv,window", [("f16", None), ("bf16", 64), ("f16", 64)])
+@pytest.mark.parametrize("path", MODELS, ids=lambda path: getattr(path, "stem", path))
+def test_a_run_loads_nothing_that_was_not_prepared(machine: Machine, path: Any, kv: Any, window: int | None) -> None:
+    with engine(machine, path, ctx_size=500, ubatch=200, page_cells=64, kv=kv, window=window) as run:
+        modules, products = machine.modules, set(Library.products)
+        assert modules > 10 and products
+        for length in (*range(1, 34), 63, 64, 65, 199, 200, 201, 480):
+            run.reset()
+            run.prefill([1] * length)
+        for _ in range(10):
+            run.decode(1)
+        for _ in run.logit_rows([1] * 5):
+            pass
+        assert machine.modules == modules
+        shapes = {product[1:] for product in products}
+        assert {product[1:] for product in Library.products} == shapes
+        planned = dict(run.budget.device)
+        assert planned["modules"] == modules * MODULE_BYTES + LIBRARY_BYTES
+        assert machine.taken() == run.budget.total_bytes and run.budget.overhead_measured
+
+
+def test_records_name_the_card(machine: Machine) -> None:
+    with engine(machine, MODELS[0], ctx_size=16) as run:
+        facts = machine_facts(run)
+    assert (facts["backend"], facts["gpu"], facts["gpu_bytes"], facts["driver_cuda"]) == ("cuda", "Fake GPU", 1 << 30, "13.0")
+    with engines.host_engine("llama", engines.cache(16)) as run:
+        facts = machine_facts(run)
+    assert (facts["backend"], facts["gpu"], facts["gpu_bytes"], facts["driver_cuda"]) == ("host", None, None, None)
+
+
+def test_short_contexts_want_no_library(machine: Machine) -> None:
+    with engine(machine, MODELS[0], ctx_size=16) as run:
+        run.prefill([1] * 15)
+        assert not Library.products and machine.library == 0
+
+
+@pytest.mark.parametrize("extra", [0, 777_777, 5 * MIB, 30 * MIB])
+def test_no_moment_exceeds_the_cap(machine: Machine, extra: int) -> None:
+    """Loading included; and most of what spilling leaves is used."""
+    options = {"ctx_size": 60000, "ubatch": 256, "page_cells": 256, "kv": "f16"}
+    cap = 180 * MIB + extra
+    with engine(machine, "synth:tiny", cap, **options) as run:
+        run.prefill([1] * 1000)
+        run.decode(1)
+        assert run.budget.spills
+        assert 0.97 * cap < machine.peak <= cap
+
+
+def test_what_cannot_fit_is_refused_before_anything_loads(machine: Machine) -> None:
+    with pytest.raises(OutOfMemoryError, match="too small"):
+        engine(machine, MODELS[0], 20 * MIB, ctx_size=500)
+    assert machine.modules == 0 and machine.library == 0
+
+
+def test_a_failure_while_warming_up_gives_the_memory_back(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: Any, *_: Any, **__: Any) -> None:
+        raise OutOfMemoryError("broken")
+
+    monkeypatch.setattr(Library, "multiply", broken)
+    with pytest.raises(OutOfMemoryError, match="broken"):
+        engine(machine, MODELS[0], ctx_size=500)
+    assert not machine.device
+
+
+def test_the_host_prepares_nothing() -> None:
+    from rollkv.host_backend import HostBackend
+
+    HostBackend().prepare(lambda backend: pytest.fail("rehearsed"))

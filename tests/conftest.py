@@ -49,5 +49,5 @@ def cuda() -> Iterator[Any]:
     from rollkv.cuda.backend import CudaBackend
 
     with CudaBackend(0) as backend:
-        backend.reserve_linear(512, 4096, 16 << 20)
+        backend.reserve_linear(512, 4096, 4096, 16 << 20)
         yield backend

@@ -17,8 +17,8 @@ TOKENS = list(range(40))
 def test_values_that_are_not_finite_name_layer_and_step() -> None:
     with engines.host_engine("qwen3", engines.cache(64, window=16)) as engine:
         layers = list(engine._model.weights.layers)
-        spoilt = np.full_like(layers[1].ffn_down.values, np.inf)  # type: ignore[attr-defined]
-        layers[1] = replace(layers[1], ffn_down=HostWeight("blk.1.ffn_down.weight", spoilt))
+        spoilt = np.full_like(layers[1].ffn_down[0].values, np.inf)
+        layers[1] = replace(layers[1], ffn_down=(HostWeight("blk.1.ffn_down.weight", spoilt),))
         engine._model = replace(engine._model, weights=replace(engine._model.weights, layers=tuple(layers)))
         with (
             np.errstate(all="ignore"),

@@ -10,7 +10,7 @@ import pytest
 import engines
 from fake_driver import FakeDriver
 from oracle_linear import random_weight
-from rollkv.backend import Stream
+from rollkv.backend import Loadable, Stream
 from rollkv.cuda import loading, memory
 from rollkv.cuda.copies import Events, SlotRing
 from rollkv.cuda.device import DeviceArray
@@ -48,20 +48,26 @@ class Loading:
         self.loader = loading.WeightLoader(calls, streams, self.events, None, self.slots, self.slab)  # type: ignore[arg-type]
         self.matrices: dict[str, np.ndarray] = {}
 
-    def target(self, tensor: TensorData) -> CudaWeight | DeviceArray:
+    def target(self, tensor: Loadable) -> CudaWeight | DeviceArray:
         if len(tensor.shape) == 1:
             return DeviceArray(int(self.driver.cuMemAlloc(4 * tensor.shape[0])[1]), tensor.shape, "f32")
         memory = DeviceArray(256, (device_bytes(tensor.qtype, tensor.shape),), "u8")  # an address that is never followed
         return CudaWeight(tensor.name, tensor.shape, tensor.qtype, memory)
 
     def load(self, tensors: list[TensorData]) -> Iterator[tuple[TensorData, Any]]:
-        targets = [self.target(tensor) for tensor in tensors]
-        yield from zip(self.loader.load(zip(tensors, targets, strict=True)), targets, strict=True)
+        """Each alone."""
+        for part, target in self.load_parts([Loadable((tensor,)) for tensor in tensors]):
+            yield part.tensors[0], target
 
-    def _repack(self, launcher: Any, raw: DeviceArray, weight: CudaWeight, *, first_tile: int, num_rows: int) -> None:
+    def load_parts(self, parts: list[Loadable]) -> Iterator[tuple[Loadable, Any]]:
+        targets = [self.target(part) for part in parts]
+        yield from zip(self.loader.load(zip(parts, targets, strict=True)), targets, strict=True)
+
+    def _repack(self, launcher: Any, raw: DeviceArray, weight: CudaWeight, *, first_tile: int, num_rows: int, tile_step: int = 1) -> None:
         whole = self.matrices.setdefault(weight.name, np.full((weight.rows, repack.row_bytes(weight)), 0xEE, np.uint8))
         assert self.slab.ptr <= raw.ptr and raw.ptr + raw.nbytes <= self.slab.ptr + SLAB_BYTES
-        whole[first_tile * 16 : first_tile * 16 + num_rows] = _bytes(raw.ptr, raw.nbytes).reshape(num_rows, -1)
+        rows = np.arange(num_rows)
+        whole[(first_tile + rows // 16 * tile_step) * 16 + rows % 16] = _bytes(raw.ptr, raw.nbytes).reshape(num_rows, -1)
 
     def _noise(self, launcher: Any, noise: Noise, out: DeviceArray, *, first_block: int, num_blocks: int, stream: Stream) -> None:
         assert stream is Stream.COPY_IN
@@ -94,6 +100,24 @@ def test_files_arrive_whole(monkeypatch: pytest.MonkeyPatch, model: str) -> None
                 np.testing.assert_array_equal(_bytes(target.ptr, target.nbytes).view(np.float32), values)
     assert at.pinned.pinned_bytes == memory.NUM_SLOTS * (64 << 10)
     assert "cuStreamSynchronize" not in [name for name, _ in at.driver.calls]
+
+
+@pytest.mark.parametrize("slot_bytes", [64 << 10, 8 << 20])
+def test_stacks_and_pairs(monkeypatch: pytest.MonkeyPatch, slot_bytes: int) -> None:
+    at, random = Loading(monkeypatch, slot_bytes), np.random.default_rng(5)
+    matrices = [random_weight("Q8_0", (rows, 512), random) for rows in (320, 48, 37)]
+    pair = [random_weight("Q4_K", (352, 512), random) for _ in range(2)]
+    vectors = [random_weight("F32", (rows,), random) for rows in (7, 30)]
+    matrices, pair, vectors = (
+        [TensorData(f"{name}{index}", t.qtype, t.shape, t.raw) for index, t in enumerate(group)]
+        for name, group in (("m", matrices), ("p", pair), ("v", vectors))
+    )
+    parts = [Loadable(tuple(matrices)), Loadable(tuple(pair), paired=True), Loadable(tuple(vectors))]
+    (_, (_, _), (_, vector)) = at.load_parts(parts)
+    np.testing.assert_array_equal(at.matrices["m0"].reshape(-1), np.concatenate([t.raw for t in matrices]))
+    turns = np.stack([t.raw.reshape(22, -1) for t in pair], axis=1)
+    np.testing.assert_array_equal(at.matrices["p0"].reshape(-1), turns.reshape(-1))
+    np.testing.assert_array_equal(_bytes(vector.ptr, vector.nbytes), np.concatenate([t.raw for t in vectors]))
 
 
 def test_many_pieces_of_every_slot(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +172,7 @@ def test_noise_of_the_device_is_the_hosts(cuda: Any, qtype: str) -> None:
 def test_device_made_planes_are_the_repacked_host_made_ones(cuda: Any, architecture: str, qtype: str) -> None:
     with open_synth(f"synth:tiny:{qtype},architecture={architecture},hidden=1024,ffn=2048") as file:
         tensors = list(file.tensors.values())
-        for tensor, loaded in zip(tensors, list(cuda.load_tensors(tensors)), strict=True):
+        for tensor, loaded in zip(tensors, list(cuda.load(Loadable((tensor,)) for tensor in tensors)), strict=True):
             if isinstance(loaded, CudaWeight):
                 planes = cuda.read(loaded.memory)
                 for plane, want in zip(loaded.form.planes, split_planes(tensor.qtype, tensor.raw, tensor.shape), strict=True):

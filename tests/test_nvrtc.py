@@ -108,7 +108,7 @@ def test_key_follows_sources_headers_expressions_and_arch(csrc: Path, tmp_path: 
         key(*ADD),
         key("add.cu", ("add<1, 256>",), "sm_80"),
         key("add.cu", ("add<4, 256>",), "sm_86"),
-        key("glu.cu", ("add<4, 256>",), "sm_80"),
+        key("embed.cu", ("add<4, 256>",), "sm_80"),
     ]
     for changed in ("add.cu", "common.cuh"):
         (csrc / changed).write_text((csrc / changed).read_text() + "\n")

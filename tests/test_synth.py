@@ -3,7 +3,7 @@
 import math
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -110,8 +110,11 @@ class DroppedPage(HostBackend):
 class ShiftedValues(HostBackend):
     """Every value lies one cell late."""
 
-    def append(self, k, v, *where) -> None:  # type: ignore[no-untyped-def]
-        super().append(k, HostArray(np.roll(v.values, 1, axis=0), v.dtype), *where)
+    def append(self, projected, *where) -> None:  # type: ignore[no-untyped-def]
+        layer, qkv = projected.layer, projected.qkv.values.copy()
+        values = qkv[:, -layer.num_kv_heads * layer.value_dim :]
+        values[...] = np.roll(values, 1, axis=0)
+        super().append(replace(projected, qkv=HostArray(qkv, "f32")), *where)
 
 
 class LatePositions(HostBackend):
@@ -157,15 +160,19 @@ def test_every_matrix_reaches_the_logits_and_leaves_the_needle(architecture: str
         want = run.logits(ids)
         assert want[-1].argmax() == wanted
         for index, layer in enumerate(run._model.weights.layers):
-            for name in ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"):
-                values = getattr(layer, name).values
+            layout = run.config.layers[index]
+            queries, keys = layout.num_heads * layout.key_dim, layout.num_kv_heads * layout.key_dim
+            ((qkv,), (gate_up,), (output,), (down,)) = layer.attn_qkv, layer.ffn_gate_up, layer.attn_output, layer.ffn_down
+            matrices = dict(zip(("attn_q", "attn_k", "attn_v"), np.split(qkv.values, [queries, queries + keys]), strict=True))
+            matrices |= dict(zip(("ffn_gate", "ffn_up"), np.split(gate_up.values, 2), strict=True))
+            for name, values in (*matrices.items(), ("attn_output", output.values), ("ffn_down", down.values)):
                 kept = values.copy()
                 values *= 1 + 0.02 * rng.standard_normal(values.shape, np.float32)
                 noisy = run.logits(ids)
                 assert np.median(np.abs(noisy - want).max(axis=1)[8:]) > 1e-3, f"{name} of layer {index}: not seen"
                 assert noisy[-1].argmax() == wanted, f"{name} of layer {index}: needle lost"
                 values[...] = kept
-            values = layer.attn_output.values  # type: ignore[attr-defined]
+            values = output.values
             kept = values.copy()
             values[...] = 0
             without = run.logits(ids)

@@ -1,9 +1,11 @@
 """Random weights of every type, and products with them in float64 and, plainly, in float32."""
 
 import math
+from typing import Any
 
 import numpy as np
 
+from rollkv.backend import Loadable
 from rollkv.gguf_header import TensorData
 from rollkv.quants import FORMATS, dequantise, raw_bytes
 
@@ -34,6 +36,12 @@ def random_weight(qtype: str, shape: tuple[int, ...], rng: np.random.Generator) 
         scale = rng.uniform(0.002, 0.2, len(blocks)) * rng.choice([-1, 1], len(blocks))
         blocks[:, offset : offset + 2] = scale.astype(np.float16).view(np.uint8).reshape(-1, 2)
     return TensorData("w", qtype, shape, blocks.reshape(-1))
+
+
+def load_weight(cuda: Any, *tensors: TensorData, paired: bool = False) -> Any:
+    """The matrices, one above the other or their tiles by turns, on the device."""
+    (weight,) = cuda.load([Loadable(tensors, paired)])
+    return weight
 
 
 def values(weight: TensorData) -> np.ndarray:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from oracle_linear import random_weight, values
+from oracle_linear import load_weight, random_weight, values
 from rollkv.cuda.device import DeviceArray
 from rollkv.cuda.kernels import embed
 from rollkv.cuda.nvrtc import KernelError
@@ -34,7 +34,7 @@ def test_rows_bit_for_bit(cuda, qtype):
         tensor = random_weight(qtype, (vocab, columns), rng)
         tokens = np.concatenate([rng.integers(0, vocab, 20), [0, vocab - 1, -1, vocab, 2**31 - 1, -(2**31)]]).astype(np.int32)
         out = cuda.upload("out", np.full((len(tokens), columns), 7, np.float32))
-        cuda.embed(cuda.upload("tokens", tokens), cuda.load_weight(tensor), 1.7, out)
+        cuda.embed(cuda.upload("tokens", tokens), load_weight(cuda, tensor), 1.7, out)
         found, known = cuda.read(out), (tokens >= 0) & (tokens < vocab)
         wanted = np.float32(1.7) * values(tensor)[tokens[known]]
         assert np.array_equal(found[known].view(np.uint32), wanted.view(np.uint32))

@@ -7,7 +7,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from oracle_linear import allowed_error, product, random_weight, values
+from oracle_linear import allowed_error, load_weight, product, random_weight, values
+from rollkv import reference
+from rollkv.backend import RmsNorm
 from rollkv.cuda.device import DeviceArray
 from rollkv.cuda.gemm import Gemm, slab_rows
 from rollkv.cuda.kernels import dequantise, linear_rows, repack, round_rows
@@ -67,12 +69,12 @@ def test_wrappers_check_shapes():
     for bad in (
         (DeviceArray(256, (17, 512), "f32"), DeviceArray(256, (17, 100), "f32"), None),
         (DeviceArray(256, (3, 256), "f32"), out, None),
-        (x, DeviceArray(256, (3, 112), "f32"), None),
+        (x, DeviceArray(256, (3, 96), "f32"), None),
         (DeviceArray(256, (3, 512), "f16"), out, None),
         (x, out, DeviceArray(256, (99,), "f32")),
     ):
         with pytest.raises(KernelError, match="linear_rows"):
-            linear_rows.linear_rows(launcher, bad[0], weight, bad[1], bad[2], num_sms=NUM_SMS)
+            linear_rows.linear_rows(launcher, bad[0], weight, bad[1], bias=bad[2], num_sms=NUM_SMS)
     with pytest.raises(KernelError, match="whole tiles"):
         repack.repack(launcher, DeviceArray(256, (1 << 20,), "u8"), weight, first_tile=0, num_rows=17)
     with pytest.raises(KernelError, match="at least"):
@@ -194,7 +196,7 @@ def test_repack_and_dequantise_bit_for_bit(cuda, qtype):
     rng = np.random.default_rng(20)
     for shape in awkward_shapes(qtype)[:3]:
         tensor = random_weight(qtype, shape, rng)
-        weight = cuda.load_weight(tensor)
+        weight = load_weight(cuda, tensor)
         memory = cuda.read(weight.memory)
         for plane, wanted in zip(weight.form.planes, split_planes(qtype, tensor.raw, shape), strict=True):
             assert np.array_equal(memory[plane.offset : plane.offset + plane.nbytes], wanted), plane
@@ -212,7 +214,7 @@ def test_dequantise_saturates(cuda, qtype):
     numbers[0, :8] = (65504, 65519, 65536, 1e30, -1e30, -65536, np.inf, 1e-30)
     raw = numbers.view(np.uint8) if qtype == "F32" else (numbers.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
     tensor = random_weight(qtype, (1, 32), np.random.default_rng(0))
-    weight = cuda.load_weight(type(tensor)("w", qtype, (1, 32), np.ascontiguousarray(raw).reshape(-1)))
+    weight = load_weight(cuda, type(tensor)("w", qtype, (1, 32), np.ascontiguousarray(raw).reshape(-1)))
     out = cuda.empty("out", (1, 32), "f16")
     dequantise.dequantise(cuda.launcher, weight, out, first_row=0)
     found = cuda.read(out)[0, :8]
@@ -228,23 +230,98 @@ def test_few_rows(cuda, qtype):
         if columns % FORMATS[qtype].elements:
             continue
         tensor = random_weight(qtype, (num_outputs, columns), rng)
-        weight, table = cuda.load_weight(tensor), values(tensor)
+        weight, table = load_weight(cuda, tensor), values(tensor)
         x = (rng.standard_normal((16, columns)) + 0.3).astype(np.float32)
         bias = rng.standard_normal(num_outputs).astype(np.float32)
         limit, exact = allowed_error(x, table, bias), product(x, table, bias)
         device_bias, full = cuda.upload("bias", bias), None
         for rows in (16, 8, 5, 3, 2, 1):
             out = cuda.upload("out", np.full((rows, num_outputs), np.nan, np.float32))
-            cuda.linear(cuda.upload("x", x[:rows]), weight, out, device_bias)
+            cuda.linear(cuda.upload("x", x[:rows]), (weight,), out, bias=device_bias)
             found = cuda.read(out)
             full = found if full is None else full
             assert np.abs(found - exact[:rows]).max() <= limit, (num_outputs, columns, rows)
             assert np.array_equal(found.view(np.uint32), full[:rows].view(np.uint32)), (num_outputs, columns, rows)
         single = cuda.upload("out", np.full((1, num_outputs), np.nan, np.float32))
         linear_rows.linear_rows(
-            cuda.launcher, cuda.upload("x", x[9:10]), weight, single, device_bias, num_sms=1
+            cuda.launcher, cuda.upload("x", x[9:10]), weight, single, bias=device_bias, num_sms=1
         )  # another place, another grid
         assert np.array_equal(cuda.read(single).view(np.uint32), full[9:10].view(np.uint32))
+
+
+def normed(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    return reference.rms_norm(x.astype(np.float64), weight.astype(np.float64), 1e-6)
+
+
+@gpu
+@pytest.mark.parametrize("columns", [96, 2304, 4096, 11008])
+def test_few_rows_with_a_norm_and_a_residual(cuda, columns):
+    """One row sums its squares while it is staged, more rows beforehand: the bits must agree. 11,008 columns are staged twice."""
+    rng = np.random.default_rng(columns)
+    tensor = random_weight("Q8_0", (83, columns), rng)
+    weight, table = load_weight(cuda, tensor), values(tensor)
+    x = (rng.standard_normal((16, columns)) * 10.0 ** rng.integers(-3, 4, (16, 1))).astype(np.float32)
+    factor, before = rng.standard_normal(columns).astype(np.float32), rng.standard_normal((16, 83)).astype(np.float32)
+    norm, full = RmsNorm(cuda.upload("norm", factor), 1e-6), None
+    exact = product(normed(x, factor), table, np.zeros(83)) + before
+    limit = 2 * allowed_error(normed(x, factor).astype(np.float32), table, np.zeros(83, np.float32))
+    for rows in (16, 7, 4, 2, 1):
+        out = cuda.upload("out", before[:rows])
+        cuda.linear(cuda.upload("x", x[:rows]), (weight,), out, norm=norm, add=True)
+        found = cuda.read(out)
+        full = found if full is None else full
+        assert np.abs(found - exact[:rows]).max() <= limit, rows
+        assert np.array_equal(found.view(np.uint32), full[:rows].view(np.uint32)), rows
+
+
+@gpu
+def test_few_rows_of_stacks(cuda):
+    """Matrices one above the other, loaded as one and apart, into columns side by side."""
+    rng = np.random.default_rng(31)
+    upper, lower = (random_weight("Q4_K", (rows, 512), rng) for rows in (48, 35))
+    table = np.concatenate([values(upper), values(lower)])
+    x, bias = rng.standard_normal((3, 512)).astype(np.float32), rng.standard_normal(83).astype(np.float32)
+    exact, results = product(x, table, bias), []
+    for stack in ((load_weight(cuda, upper, lower),), (load_weight(cuda, upper), load_weight(cuda, lower))):
+        for rows in (3, 40):
+            out = cuda.upload("out", np.full((rows, 83), np.nan, np.float32))
+            cuda.linear(cuda.upload("x", np.tile(x, (14, 1))[:rows]), stack, out, bias=cuda.upload("bias", bias))
+            results.append(cuda.read(out)[:3])
+    assert np.array_equal(results[0], results[2])
+    magnitude = (np.abs(x).astype(np.float64) @ np.abs(table).astype(np.float64).T + np.abs(bias)) * 2.0**-10  # both factors rounded to f16
+    for found, limit in zip(results, (allowed_error(x, table, bias), magnitude) * 2, strict=True):
+        assert (np.abs(found - exact) <= limit).all()
+
+
+@gpu
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize(
+    ("types", "ffn"), [(("Q8_0", "Q8_0"), 96), (("Q8_0", "Q8_0"), 1040), (("Q4_K", "Q6_K"), 1040), (("Q8_0", "Q8_0"), 100)]
+)
+def test_feed_forward(cuda, types, ffn, activation):
+    """Gate and up loaded as a pair, or apart where their types differ or tiles are not whole; few rows bit for bit alike, many rows close."""
+    rng, hidden = np.random.default_rng([ffn, len(activation)]), 512
+    gate, up = (random_weight(qtype, (ffn, hidden), rng) for qtype in types)
+    down = random_weight("F16", (hidden, ffn), rng)
+    together = types[0] == types[1] and ffn % 16 == 0
+    gate_up = (load_weight(cuda, gate, up, paired=True),) if together else (load_weight(cuda, gate), load_weight(cuda, up))
+    factor = (rng.standard_normal(hidden) * 0.05).astype(np.float32)
+    norm, down_weight = RmsNorm(cuda.upload("norm", factor), 1e-6), (load_weight(cuda, down),)
+    x = rng.standard_normal((40, hidden)).astype(np.float32)
+    gates, ups = (product(normed(x, factor), values(t), np.zeros(ffn)) for t in (gate, up))
+    exact = x + reference.glu(gates, ups, activation) @ values(down).astype(np.float64).T
+    full = None
+    for rows in (40, 16, 5, 1):
+        out = cuda.upload("x", x[:rows])
+        cuda.feed_forward(
+            out, norm, gate_up, activation, down_weight, out, cuda.upload("s", np.full((rows, 2 * ffn), np.nan, np.float32)), add=True
+        )
+        found = cuda.read(out)
+        error = np.linalg.norm(found - exact[:rows]) / np.linalg.norm(exact[:rows] - x[:rows])
+        assert error <= (1e-3 if rows > 16 else 1e-5), rows
+        if rows <= 16:
+            full = found if full is None else full
+            assert np.array_equal(found.view(np.uint32), full[:rows].view(np.uint32)), rows
 
 
 @gpu
@@ -252,10 +329,10 @@ def test_few_rows_span_the_range_of_floats(cuda):
     """Activations of 1e-20 and 1e30 side by side in rows of their own; neither overflows nor vanishes, as it would in 16 bits."""
     rng = np.random.default_rng(22)
     tensor = random_weight("Q8_0", (64, 1024), rng)
-    weight, table = cuda.load_weight(tensor), values(tensor)
+    weight, table = load_weight(cuda, tensor), values(tensor)
     x = (rng.standard_normal((3, 1024)) * np.array([[1e-20], [1], [1e30]])).astype(np.float32)
     out = cuda.upload("out", np.full((3, 64), np.nan, np.float32))
-    cuda.linear(cuda.upload("x", x), weight, out)
+    cuda.linear(cuda.upload("x", x), (weight,), out)
     exact = product(x, table, np.zeros(64))
     for row, found in enumerate(cuda.read(out)):
         assert np.abs(found - exact[row]).max() <= allowed_error(x[row : row + 1], table, np.zeros(64, np.float32))
@@ -264,10 +341,10 @@ def test_few_rows_span_the_range_of_floats(cuda):
 @gpu
 def test_few_rows_pass_on_what_is_not_finite(cuda):
     tensor = random_weight("Q4_K", (32, 512), np.random.default_rng(23))
-    weight, x = cuda.load_weight(tensor), np.ones((2, 512), np.float32)
+    weight, x = load_weight(cuda, tensor), np.ones((2, 512), np.float32)
     x[1, 300] = np.inf
     out = cuda.upload("out", np.zeros((2, 32), np.float32))
-    cuda.linear(cuda.upload("x", x), weight, out)
+    cuda.linear(cuda.upload("x", x), (weight,), out)
     found = cuda.read(out)
     assert np.isfinite(found[0]).all() and not np.isfinite(found[1]).any()
 
@@ -289,18 +366,42 @@ def test_rounding_of_rows(cuda):
 
 
 @gpu
+@pytest.mark.parametrize("columns", [37, 4096])
+def test_rounding_of_normed_and_gated_rows(cuda, columns):
+    """Half a unit in the last place of f16, beside the float32 arithmetic before it; a gate whose products exceed f16 among the rows."""
+    rng = np.random.default_rng(columns)
+    x, factor = rng.standard_normal((5, columns)).astype(np.float32), rng.standard_normal(columns).astype(np.float32)
+    x16, scale = cuda.empty("x16", x.shape, "f16"), cuda.empty("scale", (5,), "f32")
+    factor[0] = 1e5
+    round_rows.round_rows(cuda.launcher, cuda.upload("x", x), x16, scale, RmsNorm(cuda.upload("norm", factor), 1e-6))
+    exact = normed(x, factor)
+    found = cuda.read(x16).astype(np.float64) * cuda.read(scale)[:, None]
+    assert (np.abs(found - exact) <= np.abs(exact) * (2.0**-11 + 1e-6) + 1e-7 * np.abs(exact).max(axis=1, keepdims=True)).all()
+    gate, up = (rng.standard_normal((5, columns)).astype(np.float32) * 3 for _ in range(2))
+    up[2] *= 1e6
+    for run in {1, columns} if columns == 37 else {16, columns}:
+        mixed = np.stack([gate.reshape(5, -1, run), up.reshape(5, -1, run)], axis=2).reshape(5, -1)
+        for activation in ("silu", "gelu_tanh"):
+            round_rows.round_glu(cuda.launcher, cuda.upload("gate_up", mixed), x16, scale, run=run, activation=activation)
+            exact = reference.glu(gate.astype(np.float64), up.astype(np.float64), activation)
+            found = cuda.read(x16).astype(np.float64) * cuda.read(scale)[:, None]
+            least = cuda.read(scale)[:, None] * 2.0**-24  # the spacing of f16's smallest numbers
+            assert (np.abs(found - exact) <= np.abs(exact) * (2.0**-11 + 4e-6) + 1e-6 * np.abs(up) + least).all(), (run, activation)
+
+
+@gpu
 @pytest.mark.parametrize("qtype", FORMATS)
 def test_many_rows(cuda, qtype):
     """Within the rounding of both factors to f16: the same product of rounded factors, in float64, differs by float32 sums alone."""
     rng = np.random.default_rng(25)
     for rows, num_outputs, columns in ((17, 37, 3 * FORMATS[qtype].span), (200, 2500, 4096)):
         tensor = random_weight(qtype, (num_outputs, columns), rng)
-        weight, table = cuda.load_weight(tensor), values(tensor)
+        weight, table = load_weight(cuda, tensor), values(tensor)
         x = rng.standard_normal((rows, columns)).astype(np.float32)
         x[1] *= 1e6  # a row that f16 cannot hold
         bias = rng.standard_normal(num_outputs).astype(np.float32)
         out = cuda.upload("out", np.full((rows, num_outputs), np.nan, np.float32))
-        cuda.linear(cuda.upload("x", x), weight, out, cuda.upload("bias", bias))
+        cuda.linear(cuda.upload("x", x), (weight,), out, bias=cuda.upload("bias", bias))
         found, exact = cuda.read(out), product(x, table, bias)
         magnitude = np.abs(x).astype(np.float64) @ np.abs(table).astype(np.float64).T + np.abs(bias)
         assert (np.abs(found - exact) <= magnitude * 2.0**-10).all()
@@ -308,5 +409,5 @@ def test_many_rows(cuda, qtype):
         rounded = product((x / scale).astype(np.float16), table.astype(np.float16), np.zeros(num_outputs)) * scale + bias
         assert (np.abs(found - rounded) <= magnitude * 2.0**-16).all()
         again = cuda.upload("out", np.full((rows, num_outputs), np.nan, np.float32))
-        cuda.linear(cuda.upload("x", x), weight, again, cuda.upload("bias", bias))
+        cuda.linear(cuda.upload("x", x), (weight,), again, bias=cuda.upload("bias", bias))
         assert np.array_equal(cuda.read(again).view(np.uint32), found.view(np.uint32))

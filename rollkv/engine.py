@@ -88,7 +88,7 @@ class Engine:
         phases = phases or Phases()
         self.backend = backend
         self.config = config
-        self._tensors = file.tensors
+        self._tensors = {name: tensor.without_bytes() for name, tensor in file.tensors.items()}  # the file may be closed
         self._allocate(cache, budget)
         phases.ends("memory")
         self._weights = load_weights(backend, config, file.tensors, on_load)
@@ -374,7 +374,8 @@ def plan_on(
     if use is not None:
         available = use.free_bytes + use.used_bytes
         limit = vram_target or available
-        _budget(config, tensors, cache, limit, DeviceOverhead(use.context_bytes, 0, measured=True))  # what cannot fit is refused first
+        # What cannot fit beside the code that is there already is refused before more of it loads.
+        _budget(config, tensors, cache, limit, DeviceOverhead(use.context_bytes, use.modules_bytes, measured=True))
         machine.prepare(lambda backend: rehearse(backend, config, cache, tensors))
         use = machine.device_use()
         assert use is not None

@@ -1,11 +1,15 @@
 """The CUDA engine against the host engine on the fixture models, and against itself with other residencies, bit for bit."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 import engines
 from rollkv.config import CacheConfig
 from rollkv.engine import Engine, load
+from rollkv.errors import OutOfMemoryError
+from rollkv.units import MIB
 
 pytestmark = pytest.mark.gpu
 
@@ -91,6 +95,28 @@ def test_a_new_plan_gives_the_bits_and_the_memory_of_a_fresh_load(model: str) ->
             )
             np.testing.assert_array_equal(rows, rows_of(cuda_engine(model, plan), part, 250))
             engine.reset()
+
+
+def test_a_new_plan_keeps_to_its_own_cap() -> None:
+    """Smaller and larger ones: what the process holds is counted from outside, and the bits are those of everything resident."""
+    from rollkv.cuda.backend import CudaBackend
+
+    def rows(engine: Engine) -> np.ndarray:
+        engine.fill_random(59_000, 3)
+        return np.concatenate([*engine.logit_rows(range(100, 400)), *(engine.decode(token)[None] for token in range(100, 110))])
+
+    config = engines.cache(60_000, page_cells=256, kv="f16", ubatch=256)
+    with load("synth:tiny", config, backend="cuda") as engine:
+        assert isinstance(engine.backend, CudaBackend)
+        resident, total = rows(engine), engine.budget.total_bytes
+        for less in (40, 8, 60, 16):
+            cap = total - less * MIB
+            engine.replan(replace(config, residency="auto"), cap)
+            assert engine.budget.spills
+            np.testing.assert_array_equal(rows(engine), resident, err_msg=f"{less} MiB less than the resident run")
+            assert 0.97 * cap < engine.backend.memory_used_bytes() <= cap
+            with pytest.raises(OutOfMemoryError, match="beyond needs"):
+                engine.backend.empty("beyond", (8 * MIB,), "u8")
 
 
 def test_random_cells_are_the_same_wherever_they_lie() -> None:

@@ -34,6 +34,8 @@ FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("F4 .. common to those", ("cuda.kernels.activation",)),
     ("F4 .. one operation each", tuple(f"cuda.kernels.{name}" for name in KERNELS)),
     ("F4 .. large products, weights", ("cuda.gemm", "cuda.loading")),
+    ("F4 .. all operations", ("cuda.operations",)),
+    ("F4 .. a run without a device", ("cuda.rehearsal",)),
     ("F4 .. all of it", ("cuda.backend", "cuda.report_kernels")),
     ("F5 state", ("weights", "kv_cache")),
     ("F6 the forward pass", ("model.step",)),

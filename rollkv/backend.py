@@ -151,7 +151,8 @@ class Backend(Protocol):
     # -- memory ----------------------------------------------------------------------------------------------------------------
     def prepare(self, rehearse: Callable[["Backend"], None]) -> None:
         """Loads what a run needs besides its memory: code, and what libraries keep, so that device_use tells it from then on.
-        `rehearse` goes through the run's steps on the backend it is given, which issues nothing. Costs little where all is loaded."""
+        `rehearse` loads and goes through the run's steps on the backend it is given, which issues nothing and has what these use alone.
+        Costs little where all is loaded."""
         ...
 
     def limit(self, cap_bytes: int | None) -> None:

@@ -150,13 +150,22 @@ class Backend(Protocol):
 
     # -- memory ----------------------------------------------------------------------------------------------------------------
     def prepare(self, rehearse: Callable[["Backend"], None]) -> None:
-        """Loads what a run needs besides its arena: code, and what libraries keep, so that device_use tells it from then on.
-        `rehearse` goes through the run's steps on the backend it is given, which issues nothing."""
+        """Loads what a run needs besides its memory: code, and what libraries keep, so that device_use tells it from then on.
+        `rehearse` loads and goes through the run's steps on the backend it is given, which issues nothing and has what these use alone.
+        Costs little where all is loaded."""
         ...
 
-    def reserve(self, num_bytes: int) -> None:
-        """Takes num_bytes of device memory at once; `empty`, `upload` and the weights live in it from then on.
+    def limit(self, cap_bytes: int | None) -> None:
+        """From now on the process may hold cap_bytes on the device; None: what is free."""
+        ...
+
+    def reserve(self, *, weight_bytes: int = 0, run_bytes: int = 0) -> None:
+        """Takes device memory at once: one piece in which weights live from then on, one for everything else.
         So use is flat after loading, and what the plan says is what is taken."""
+        ...
+
+    def clear(self) -> None:
+        """Waits for what is under way and gives back everything but the weights: arrays, host pages, scratch, recorded work."""
         ...
 
     def reserve_linear(self, max_rows: int, max_columns: int, max_added: int, slab_bytes: int) -> None:

@@ -61,9 +61,14 @@ class Budget:
         return self.window_pages < self.total_pages
 
     @property
-    def arena_bytes(self) -> int:
-        """What the engine takes from the device in one piece: everything but context and modules."""
-        return self.total_bytes - sum(size for name, size in self.device if name in _OVERHEAD)
+    def weight_bytes(self) -> int:
+        """The piece of device memory that the weights fill."""
+        return sum(size for name, size in self.device if name == "weights")
+
+    @property
+    def run_bytes(self) -> int:
+        """The other piece that the engine takes: everything but context, modules and weights."""
+        return self.total_bytes - sum(size for name, size in self.device if name in (*_OVERHEAD, "weights"))
 
     def lines(self) -> list[tuple[str, int]]:
         """Device memory by name, with a word where a size is an estimate; they add up to total_bytes."""
@@ -183,7 +188,7 @@ class _Planner:
         lines = [
             ("context", self.overhead.context_bytes),
             ("modules", self.overhead.modules_bytes),
-            ("weights", arena_bytes(list(self.weight_bytes.values()))),
+            ("weights", round_up(arena_bytes(list(self.weight_bytes.values())), GRANULE_BYTES)),
             ("resident window", arena_bytes([window * size for size in full])),
             ("sliding-window rings", arena_bytes(sliding)),
             ("staging ring", round_up(ring.num_slots * ring.slot_pages * max(full), ALIGNMENT) if ring else 0),

@@ -1,12 +1,14 @@
-"""Numbers of tokens and cells, and lists of them, as people write them: 4096, 4k (4 x 1024), 1m (1024 x 1024); percentages."""
+"""Lists as people write them: numbers of tokens and cells (4096, 4k is 4 x 1024, 1m is 1024 x 1024), percentages, sizes and ranges of them."""
 
 import re
 
 from rollkv.errors import UsageError
+from rollkv.units import MIB, parse_size
 
 _FACTORS = {"": 1, "k": 1 << 10, "m": 1 << 20}
 _COUNT = re.compile(r"([0-9]+(?:\.[0-9]+)?)([km]?)\Z", re.IGNORECASE)
 _PERCENT = re.compile(r"([0-9]+(?:\.[0-9]+)?)%?\Z")
+_NOTHING = re.compile(r"0+(?:\.0+)?\s*([A-Za-z]*)\Z")
 
 
 def parse_count(text: str, option: str) -> int:
@@ -23,6 +25,11 @@ def parse_counts(text: str, option: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(parse_count(word, option) for word in split_list(text, option)))
 
 
+def parse_depths(text: str, option: str) -> tuple[int, ...]:
+    """As parse_counts, and 0 is a depth too. Raises UsageError."""
+    return tuple(dict.fromkeys(0 if word == "0" else parse_count(word, option) for word in split_list(text, option)))
+
+
 def parse_percentages(text: str, option: str) -> tuple[float, ...]:
     """Numbers from 0 to 100, with commas between them; each once, in the order given. Raises UsageError."""
     return tuple(dict.fromkeys(parse_percentage(word, option) for word in split_list(text, option)))
@@ -34,6 +41,38 @@ def parse_percentage(text: str, option: str) -> float:
     if match is None or float(match[1]) > 100:
         raise UsageError(f"{option}: {text!r} is not a percentage; write a number from 0 to 100")
     return float(match[1])
+
+
+def parse_sizes(text: str, option: str, steps: int, *, zero: bool = False) -> tuple[int, ...]:
+    """Bytes from "6,5,4GiB", or `steps` of them from "4..6GiB" in the order it is written in; a bare number takes the unit of the last
+    one, MiB without any. Raises UsageError, also for a size of nothing unless `zero`."""
+    words = [word.strip() for word in text.split("..")] if is_range(text) else split_list(text, option)
+    if is_range(text) and (len(words) != 2 or not all(words)):
+        raise UsageError(f"{option}: cannot read the range {text!r}; write it as 4..6GiB")
+    unit = words[-1].lstrip("0123456789. ")
+    bare = parse_size(f"1{unit}", option) if unit else MIB
+    sizes = tuple(0 if zero and _is_nothing(word, option) else parse_size(word, option, bare_unit=bare) for word in words)
+    return spread_evenly(sizes[0], sizes[1], steps) if is_range(text) else sizes
+
+
+def is_range(text: str) -> bool:
+    """Whether it is written as LO..HI."""
+    return ".." in text
+
+
+def spread_evenly(first: int, last: int, count: int) -> tuple[int, ...]:
+    """`count` whole numbers from first to last, both included; one: first alone. Raises ValueError for less than one."""
+    if count < 1:
+        raise ValueError(f"{count} values")
+    return tuple(round(first + (last - first) * index / max(count - 1, 1)) for index in range(count))
+
+
+def _is_nothing(word: str, option: str) -> bool:
+    """Whether it is 0, alone or in a known unit. Raises UsageError for an unknown one."""
+    match = _NOTHING.match(word)
+    if match is not None and match[1]:
+        parse_size(f"1{match[1]}", option)
+    return match is not None
 
 
 def split_list(text: str, option: str) -> list[str]:

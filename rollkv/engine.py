@@ -1,7 +1,7 @@
 """Load a model; prefill; decode step by step. Knows token ids and no text."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -13,10 +13,12 @@ from rollkv.budget import Budget, DeviceOverhead, check_host_tail, plan_budget
 from rollkv.config import CacheConfig, ModelConfig, SamplingParams
 from rollkv.errors import CheckFailed, DeviceError, OutOfMemoryError, UsageError
 from rollkv.gguf_file import GgufFile
+from rollkv.gguf_header import TensorData
 from rollkv.host_backend import HostBackend
 from rollkv.host_memory import host_memory
 from rollkv.kv_cache import KVCache
 from rollkv.model.decode import Decoder
+from rollkv.model.fill import append_random
 from rollkv.model.forward import enter, forward, logits
 from rollkv.model.rehearsal import rehearse
 from rollkv.model.step import Model
@@ -71,7 +73,7 @@ class Stats:
 
 
 class Engine:
-    """One model, one sequence. Everything on the device is allocated by the time the constructor returns."""
+    """One model, one sequence. Everything on the device is allocated by the time the constructor, or `replan`, returns."""
 
     def __init__(
         self,
@@ -86,19 +88,39 @@ class Engine:
         phases = phases or Phases()
         self.backend = backend
         self.config = config
-        self.cache_config = cache
-        self.budget = budget
-        self.stats = Stats(cap_bytes=budget.cap_bytes)
-        self._position = 0
-        backend.reserve_linear(min(cache.ubatch, cache.ctx_size), widest_input(config), widest_added(config), SLAB_BYTES)
-        self._cache = KVCache(backend, config, cache, budget)
-        workspace = {name: backend.empty(name, spec.shape, spec.dtype) for name, spec in workspace_arrays(config, cache).items()}
+        self._tensors = {name: tensor.without_bytes() for name, tensor in file.tensors.items()}  # the file may be closed
+        self._allocate(cache, budget)
         phases.ends("memory")
-        weights = load_weights(backend, config, file.tensors, on_load)
+        self._weights = load_weights(backend, config, file.tensors, on_load)
         backend.synchronize()
         phases.ends("weights")
-        self._model = Model(backend, config, weights, self._cache, workspace, ropes_of(config))
+        self._begin()
+
+    def replan(self, cache: CacheConfig, vram_target: int | None = None) -> None:
+        """Plans and takes everything but the weights anew, as a fresh load with this configuration would, and forgets the sequence.
+
+        Raises OutOfMemoryError and UsageError as `load` does; the engine then holds weights alone, and waits for another plan or `close`.
+        """
+        self._decoder.close()
+        self.backend.clear()
+        self.backend.limit(vram_target)
+        budget = plan_on(self.backend, self.config, self._tensors, cache, vram_target)
+        self.backend.reserve(run_bytes=budget.run_bytes)
+        self._allocate(cache, budget)
+        self._begin()
+
+    def _allocate(self, cache: CacheConfig, budget: Budget) -> None:
+        backend, config = self.backend, self.config
+        self.cache_config, self.budget = cache, budget
+        backend.reserve_linear(min(cache.ubatch, cache.ctx_size), widest_input(config), widest_added(config), SLAB_BYTES)
+        self._cache = KVCache(backend, config, cache, budget)
+        self._workspace = {name: backend.empty(name, spec.shape, spec.dtype) for name, spec in workspace_arrays(config, cache).items()}
+
+    def _begin(self) -> None:
+        self._model = Model(self.backend, self.config, self._weights, self._cache, self._workspace, ropes_of(self.config))
         self._decoder = Decoder(self._model)
+        self.stats = Stats(cap_bytes=self.budget.cap_bytes)
+        self._position = 0
 
     @property
     def backend_name(self) -> str:
@@ -111,7 +133,7 @@ class Engine:
 
     @property
     def copied_bytes(self) -> tuple[int, int]:
-        """(tail to device, device to tail) since loading."""
+        """(tail to device, device to tail) since memory was planned."""
         return self._cache.copied_in_bytes, self._cache.copied_out_bytes
 
     def __enter__(self) -> "Engine":
@@ -147,6 +169,16 @@ class Engine:
         out = self._decoder.step(ids, self._position)
         self._position += 1
         return self._finite(self.backend.read(out)[0], ids)
+
+    def fill_random(self, num_cells: int, seed: int) -> None:
+        """Appends num_cells cells of random keys and values instead of a prompt's: for speeds at a depth whose prefill would take too long.
+        Logits behind them mean nothing. The same seed gives the same cells, whatever the residency. Raises UsageError beyond the context."""
+        self._check_room(num_cells)
+        draw = np.random.default_rng(seed)
+        for begin in range(0, num_cells, self.cache_config.ubatch):
+            count = min(self.cache_config.ubatch, num_cells - begin)
+            append_random(self._model, self._position, count, draw)
+            self._position += count
 
     def logit_rows(self, tokens: Sequence[int]) -> Iterator[np.ndarray]:
         """Appends tokens; yields the logits behind each of them in slices of at most 16 rows, float32 [rows, vocab]."""
@@ -220,11 +252,14 @@ class Engine:
         wrong = ids[(ids < 0) | (ids >= self.config.vocab_size)]
         if wrong.size:
             raise UsageError(f"token id {wrong[0]} is outside the vocabulary of {self.config.vocab_size}; give ids from 0 on")
-        if self._position + ids.size > self.cache_config.ctx_size:
-            raise UsageError(
-                f"{self._position} cached cells and {ids.size} more exceed the context of {self.cache_config.ctx_size}; raise --ctx-size"
-            )
+        self._check_room(ids.size)
         return ids.astype(np.int32)
+
+    def _check_room(self, num_cells: int) -> None:
+        if self._position + num_cells > self.cache_config.ctx_size:
+            raise UsageError(
+                f"{self._position} cached cells and {num_cells} more exceed the context of {self.cache_config.ctx_size}; raise --ctx-size"
+            )
 
     def _ubatches(self, ids: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
         for begin in range(0, len(ids), self.cache_config.ubatch):
@@ -297,10 +332,7 @@ def load(
     with open_model(path) as file:
         config = model_config(file)
         phases.ends("header")
-        if cache.ctx_size > config.context_length:
-            warn(
-                f"the context of {cache.ctx_size} cells is longer than the {config.context_length} that {config.name or path} was trained for"
-            )
+        check_length(config, cache.ctx_size, path, warn)
         machine = _open_backend(backend, device, vram_target, warn)
         phases.ends("device")
         try:
@@ -308,6 +340,12 @@ def load(
         except BaseException:
             machine.close()
             raise
+
+
+def check_length(config: ModelConfig, ctx_size: int, path: str | Path, warn: Callable[[str], None]) -> None:
+    """Warns of a context that is longer than the model was trained for."""
+    if ctx_size > config.context_length:
+        warn(f"the context of {ctx_size} cells is longer than the {config.context_length} that {config.name or path} was trained for")
 
 
 def load_on(
@@ -321,25 +359,35 @@ def load_on(
 ) -> Engine:
     """As load, on an open file and a backend of the caller's, which stays open if this fails."""
     phases = phases or Phases()
+    budget = plan_on(machine, config, file.tensors, cache, vram_target)
+    phases.ends("code")
+    machine.reserve(weight_bytes=budget.weight_bytes, run_bytes=budget.run_bytes)
+    return Engine(machine, file, config, cache, budget, on_load, phases)
+
+
+def plan_on(
+    machine: Backend, config: ModelConfig, tensors: Mapping[str, TensorData], cache: CacheConfig, vram_target: int | None
+) -> Budget:
+    """The budget of a run on a backend that holds nothing, or weights alone, once its code is loaded and measured. Raises OutOfMemoryError
+    when it exceeds the cap, the device or host memory."""
     use, limit, overhead = machine.device_use(), vram_target, None
     if use is not None:
-        available = use.free_bytes + use.context_bytes + use.modules_bytes
+        available = use.free_bytes + use.used_bytes
         limit = vram_target or available
-        budget_of(file, config, cache, limit, DeviceOverhead(use.context_bytes, 0, measured=True))  # what cannot fit is refused first
-        machine.prepare(lambda backend: rehearse(backend, config, cache, file.tensors))
+        # What cannot fit beside the code that is there already is refused before more of it loads.
+        _budget(config, tensors, cache, limit, DeviceOverhead(use.context_bytes, use.modules_bytes, measured=True))
+        machine.prepare(lambda backend: rehearse(backend, config, cache, tensors))
         use = machine.device_use()
         assert use is not None
         overhead = DeviceOverhead(use.context_bytes, use.modules_bytes, measured=True)
-    budget = budget_of(file, config, cache, limit, overhead)
+    budget = _budget(config, tensors, cache, limit, overhead)
     if use is not None and budget.total_bytes > available:
         raise OutOfMemoryError(
             f"the run needs {format_size(budget.total_bytes)} on the device, but {format_size(available)} of it can be had now; "
             "free device memory, or lower --vram-target"
         )
     check_host_tail(budget, host_memory())
-    phases.ends("code")
-    machine.reserve(budget.arena_bytes)
-    return Engine(machine, file, config, cache, budget, on_load, phases)
+    return budget
 
 
 def _open_backend(name: BackendName, device: int, cap_bytes: int | None, warn: Callable[[str], None]) -> Backend:
@@ -360,4 +408,10 @@ def _open_backend(name: BackendName, device: int, cap_bytes: int | None, warn: C
 
 def budget_of(file: GgufFile, config: ModelConfig, cache: CacheConfig, cap: int | None, overhead: DeviceOverhead | None) -> Budget:
     """The budget of a run of an open file. Raises as plan_budget does."""
-    return plan_budget(config, cache, weight_bytes(config, file.tensors), linear_scratch(config, cache), cap_bytes=cap, overhead=overhead)
+    return _budget(config, file.tensors, cache, cap, overhead)
+
+
+def _budget(
+    config: ModelConfig, tensors: Mapping[str, TensorData], cache: CacheConfig, cap: int | None, overhead: DeviceOverhead | None
+) -> Budget:
+    return plan_budget(config, cache, weight_bytes(config, tensors), linear_scratch(config, cache), cap_bytes=cap, overhead=overhead)

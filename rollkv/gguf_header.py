@@ -79,6 +79,10 @@ class TensorData:
         """Bytes in the file. Cheap, also where `raw` is made on demand."""
         return self.raw.nbytes
 
+    def without_bytes(self) -> "TensorData":
+        """Name, type and shape, with `raw` empty: what a plan needs, and it holds no memory map."""
+        return TensorData(self.name, self.qtype, self.shape, np.empty(0, np.uint8), self.file)
+
 
 def show(text: object) -> str:
     """`text` fit for one line of an error message: printable and at most 120 characters."""

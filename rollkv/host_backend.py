@@ -82,8 +82,15 @@ class HostBackend:
     def prepare(self, rehearse: Callable[[Any], None]) -> None:
         """There is nothing to load."""
 
-    def reserve(self, num_bytes: int) -> None:
+    def limit(self, cap_bytes: int | None) -> None:
+        """The host's memory has no cap."""
+
+    def reserve(self, *, weight_bytes: int = 0, run_bytes: int = 0) -> None:
         """NumPy allocates array by array."""
+
+    def clear(self) -> None:
+        """NumPy frees an array when nobody refers to it any more."""
+        self.synchronize()
 
     def reserve_linear(self, max_rows: int, max_columns: int, max_added: int, slab_bytes: int) -> None:
         """NumPy needs no scratch of ours."""

@@ -1,7 +1,7 @@
 """The KV cache: device pools, the host tail, and the order of everything that touches them.
 
-`begin_step` plans a step; for every layer the model then calls `append` and goes through `walk`. Streams and the three orderings of
-stream_plan.py are kept here and only here:
+`begin_step` plans a step; for every layer the model then calls `append` and goes through `walk` (behind `begin_append`: `append` alone).
+Streams and the three orderings of stream_plan.py are kept here and only here:
   written before copied    copies of a layer's tail wait for `_written[layer]`, recorded behind its last write-through
   copied before read       `walk` waits for a piece's copy before it hands the piece out
   read before reused       a slot's next copy waits for the event recorded when the walk moved past the piece
@@ -73,14 +73,19 @@ class KVCache:
         """What a step that appends cells position .. position + num_tokens - 1 does to the pages of every layer. Changes nothing."""
         return tuple(layout.step(position, num_tokens) for layout in self._layouts)
 
+    def begin_append(self, position: int, num_tokens: int) -> None:
+        """Plans a step that appends cells position .. position + num_tokens - 1 and attends to nothing: no page is copied in."""
+        self._steps = self.plan(position, num_tokens)
+        self._pieces = ()
+        self._issued = self._used = 0
+
     def begin_step(self, position: int, num_tokens: int) -> None:
         """Plans the step that appends cells position .. position + num_tokens - 1, and starts the first copies."""
-        self._steps = self.plan(position, num_tokens)
+        self.begin_append(position, num_tokens)
         tails = {index: self._steps[index].tail_pages for index in self._full}
         self._pieces = plan_pieces(tails, self._ring_shape, self._next_slot) if self._ring_shape else ()
         if self._pieces and self._ring_shape:
             self._next_slot = (self._pieces[-1].slot + 1) % self._ring_shape.num_slots
-        self._issued = self._used = 0
         self._issue_copies()
 
     def step_pages(self, layer: int) -> StepPages:

@@ -82,13 +82,6 @@ def place_rungs(count: int, largest_bytes: float, knee_bytes: float | None) -> t
     return (*rising, *(knee_bytes * (largest_bytes / knee_bytes) ** (index / above) for index in range(1, above + 1)))
 
 
-def spread_evenly(first: int, last: int, count: int) -> tuple[int, ...]:
-    """`count` whole numbers from first to last, both included; one: first alone. Raises ValueError for less than one."""
-    if count < 1:
-        raise ValueError(f"{count} values")
-    return tuple(round(first + (last - first) * index / max(count - 1, 1)) for index in range(count))
-
-
 def fit_sum(points: Sequence[Point]) -> Fit | None:
     """Weighted linear regression; neither parameter below zero. None with fewer than two different tails."""
     if len({point.tail_bytes for point in points}) < 2:

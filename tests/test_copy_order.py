@@ -21,6 +21,11 @@ def test_no_access_races(ring: RingShape, window: int, ubatch: int) -> None:
             engine.prefill(tokens[:105])
             for token in tokens[105:]:
                 engine.decode(token)
+            engine.reset()
+            engine.fill_random(105, 0)
+            engine.prefill(tokens[105:130])
+            for token in tokens[130:]:
+                engine.decode(token)
     assert backend.checked > 1000
 
 

@@ -40,7 +40,7 @@ def test_write_goes_to_the_start_in_order(cuda: Any) -> None:
 
 def test_accounts_agree_with_the_outside(cuda: Any) -> None:
     before = cuda.memory_used_bytes()
-    cuda.reserve(100 * MIB)
+    cuda.reserve(run_bytes=100 * MIB)
     assert 100 * MIB <= cuda.memory_used_bytes() - before <= 104 * MIB
     held = cuda.memory_used_bytes()
     cuda.empty("window", (90, MIB), "u8")
@@ -143,7 +143,7 @@ def test_close_frees_everything_and_may_be_repeated() -> None:
     from rollkv.cuda.backend import CudaBackend
 
     backend = CudaBackend(0)
-    backend.reserve(64 * MIB)
+    backend.reserve(run_bytes=64 * MIB)
     backend.host_pages("tail", 4, MIB)
     event = backend.record(Stream.COMPUTE)
     backend.close()

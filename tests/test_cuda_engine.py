@@ -1,11 +1,15 @@
 """The CUDA engine against the host engine on the fixture models, and against itself with other residencies, bit for bit."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 import engines
 from rollkv.config import CacheConfig
 from rollkv.engine import Engine, load
+from rollkv.errors import OutOfMemoryError
+from rollkv.units import MIB
 
 pytestmark = pytest.mark.gpu
 
@@ -62,6 +66,71 @@ def test_lengths_around_pages_and_windows(length: int) -> None:
     got = rows_of(cuda_engine("qwen2", engines.cache(length + 3, page_cells=PAGE, window=PAGE, kv="f16")), tokens, length)
     assert np.isfinite(got).all()
     assert np.abs(got - want["logits"][: length + 3]).max() <= 6 * want["err_f16"].max()
+
+
+@pytest.mark.parametrize("model", ["qwen3", "gemma3"])
+def test_a_new_plan_gives_the_bits_and_the_memory_of_a_fresh_load(model: str) -> None:
+    """One load of the weights; window, ring, tail, context and ubatch change. Use stays within what each plan says."""
+    from rollkv.cuda.backend import CudaBackend
+
+    tokens = engines.fixture(model)["tokens"].tolist() * 5
+    options = {"page_cells": PAGE, "kv": "f16", "ubatch": 200}
+    plans = [
+        engines.cache(800, window=2 * PAGE, **options),  # type: ignore[arg-type]
+        engines.cache(800, **options),  # type: ignore[arg-type]
+        engines.cache(300, window=PAGE, page_cells=PAGE, kv="f16", ubatch=64),
+        engines.cache(800, window=2 * PAGE, **options),  # type: ignore[arg-type]
+    ]
+    with cuda_engine(model, plans[0]) as engine:
+        for plan in plans:
+            engine.prefill(tokens[:100])
+            engine.replan(plan)
+            part = tokens[: min(plan.ctx_size, 400)]
+            rows = np.concatenate([*engine.logit_rows(part[:250]), *(engine.decode(token)[None] for token in part[250:])])
+            assert isinstance(engine.backend, CudaBackend)
+            assert engine.backend.memory_used_bytes() <= engine.budget.total_bytes
+            accounts = engine.backend.device_bytes
+            assert (
+                sum(accounts.values()) - accounts["context"] - accounts["modules"] <= engine.budget.weight_bytes + engine.budget.run_bytes
+            )
+            np.testing.assert_array_equal(rows, rows_of(cuda_engine(model, plan), part, 250))
+            engine.reset()
+
+
+def test_a_new_plan_keeps_to_its_own_cap() -> None:
+    """Smaller and larger ones: what the process holds is counted from outside, and the bits are those of everything resident."""
+    from rollkv.cuda.backend import CudaBackend
+
+    def rows(engine: Engine) -> np.ndarray:
+        engine.fill_random(59_000, 3)
+        return np.concatenate([*engine.logit_rows(range(100, 400)), *(engine.decode(token)[None] for token in range(100, 110))])
+
+    config = engines.cache(60_000, page_cells=256, kv="f16", ubatch=256)
+    with load("synth:tiny", config, backend="cuda") as engine:
+        assert isinstance(engine.backend, CudaBackend)
+        resident, total = rows(engine), engine.budget.total_bytes
+        for less in (40, 8, 60, 16):
+            cap = total - less * MIB
+            engine.replan(replace(config, residency="auto"), cap)
+            assert engine.budget.spills
+            np.testing.assert_array_equal(rows(engine), resident, err_msg=f"{less} MiB less than the resident run")
+            assert 0.97 * cap < engine.backend.memory_used_bytes() <= cap
+            with pytest.raises(OutOfMemoryError, match="beyond needs"):
+                engine.backend.empty("beyond", (8 * MIB,), "u8")
+
+
+def test_random_cells_are_the_same_wherever_they_lie() -> None:
+    tokens = engines.fixture("qwen3")["tokens"].tolist()
+
+    def rows(window: int | None) -> np.ndarray:
+        with cuda_engine("qwen3", engines.cache(800, window=window, page_cells=PAGE, kv="f16", ubatch=200)) as engine:
+            engine.fill_random(700, 3)
+            return np.concatenate([*engine.logit_rows(tokens[:50]), *(engine.decode(token)[None] for token in tokens[50:90])])
+
+    resident = rows(None)
+    assert np.isfinite(resident).all()
+    for pages in (1, 2, 5):
+        np.testing.assert_array_equal(rows(pages * PAGE), resident, err_msg=f"window of {pages} pages")
 
 
 def test_closing_gives_everything_back() -> None:

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from fake_driver import FakeDriver
-from rollkv.backend import PageRun, Stream
+from rollkv.backend import Loadable, PageRun, Stream
+from rollkv.cuda.backend import CudaBackend
 from rollkv.cuda.context import Context
 from rollkv.cuda.copies import Copies, Events, SlotRing, pieces
 from rollkv.cuda.device import DeviceArray, Launcher, Pointer, check_array
@@ -21,6 +22,7 @@ from rollkv.cuda.memory import GRANULE_BYTES, NUM_SLOTS, DeviceMemory, HostChunk
 from rollkv.cuda.nvml import ProcessMemory
 from rollkv.cuda.nvrtc import CubinCache, KernelError, KernelSpec
 from rollkv.errors import DeviceError, OutOfMemoryError
+from rollkv.gguf_header import TensorData
 from rollkv.units import MIB
 
 ADD = KernelSpec("add.cu", "add<4, 256>")
@@ -117,6 +119,28 @@ def test_a_failed_device_is_named_with_the_last_kernel_and_closes() -> None:
 
 def _memory(driver: FakeDriver, cap: int | None = None) -> DeviceMemory:
     return DeviceMemory(DriverCalls(driver), cap, lambda: sum(a.size for a in driver.device.values()))
+
+
+def test_clear_keeps_the_weights_and_nothing_else() -> None:
+    driver = FakeDriver()
+    values = np.arange(1000, dtype=np.float32)
+    with CudaBackend(calls=DriverCalls(driver)) as backend:
+        backend.reserve(weight_bytes=2 * MIB, run_bytes=10 * MIB)
+        backend.reserve_linear(1, 64, 64, MIB)
+        (vector,) = backend.load([Loadable((TensorData("norm", "F32", (1000,), values.view(np.uint8), "file"),))])
+        slots = backend.pinned_bytes
+        assert slots > 0
+        for run_bytes in (6 * MIB, 14 * MIB):
+            backend.empty("window", (4, MIB), "u8")
+            backend.host_pages("tail", 3, MIB)
+            assert len(driver.device) == 2, "everything lies in what was reserved"
+            backend.clear()
+            assert [a.size for a in driver.device.values()] == [2 * MIB] and len(driver.pinned) == 1 and backend.pinned_bytes == slots
+            assert set(backend.device_bytes) == {"context", "modules", "norm"}
+            backend.reserve(run_bytes=run_bytes)
+            assert sorted(a.size for a in driver.device.values()) == sorted([2 * MIB, run_bytes])
+            np.testing.assert_array_equal(backend.read(vector), values)
+    assert not driver.device and not driver.pinned
 
 
 def test_arrays_share_slabs_and_do_not_overlap() -> None:

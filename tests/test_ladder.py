@@ -15,17 +15,21 @@ from rollkv import ladder_fit as fit
 from rollkv.backend import DeviceUse, Stream
 from rollkv.budget import Budget
 from rollkv.cli import main as boundary
-from rollkv.cli.ladder import ladder, read_sizes
+from rollkv.cli.ladder import ladder
+from rollkv.counts import parse_depths, parse_sizes, spread_evenly
 from rollkv.errors import OutOfMemoryError, UsageError
 from rollkv.ladder_fit import Fit, Point
 from rollkv.model_config import model_config
 from rollkv.synth import open_model
 from rollkv.tasks import ceilings as probe
+from rollkv.tasks import climb
 from rollkv.tasks import ladder as task
 from rollkv.tasks.ceilings import Ceilings, Rates, ceilings, measure_rates
-from rollkv.tasks.generate import cache_config
-from rollkv.tasks.ladder import Climb, Rung, RungResult
-from rollkv.tasks.ladder_rows import resident_seconds, row_dict, summarise
+from rollkv.tasks.generate import cache_config, open_text_model
+from rollkv.tasks.ladder import Climb, Prompt, Rung, RungResult
+from rollkv.tasks.ladder_prompts import needle_prompt, prose_prompt
+from rollkv.tasks.ladder_rows import ROW_FIELDS, lost_needles, peer_row, resident_seconds, row_dict, summarise
+from rollkv.tasks.peers import PeerRate, PeerResult, PeerTest, Setup
 from rollkv.units import GIB, MIB
 
 TINY = "synth:tiny"
@@ -54,10 +58,10 @@ def test_without_a_knee_inside_rungs_stand_evenly(knee):
 
 
 def test_ranges_hold_both_ends_in_either_direction():
-    assert fit.spread_evenly(0, 90, 4) == (0, 30, 60, 90)
-    assert fit.spread_evenly(90, 0, 4) == (90, 60, 30, 0)
-    assert fit.spread_evenly(5, 9, 1) == (5,)
-    for place in (lambda: fit.spread_evenly(0, 1, 0), lambda: fit.place_rungs(0, 1.0, None)):
+    assert spread_evenly(0, 90, 4) == (0, 30, 60, 90)
+    assert spread_evenly(90, 0, 4) == (90, 60, 30, 0)
+    assert spread_evenly(5, 9, 1) == (5,)
+    for place in (lambda: spread_evenly(0, 1, 0), lambda: fit.place_rungs(0, 1.0, None)):
         with pytest.raises(ValueError):
             place()
 
@@ -151,23 +155,49 @@ def test_tails_become_windows_of_whole_pages(config):
     size = task.tail_page_bytes(config, cache)
     full = [layer for layer in config.layers if layer.sliding_window is None]
     assert size == sum(2 * layer.num_kv_heads * layer.key_dim * 2 * PAGE for layer in full), "keys and values, 2 bytes each"
-    rungs = task.tail_rungs(config, cache, [0.0, 3.2 * size, 2.9 * size, 9 * size])
+    rungs = task.tail_rungs(config, cache, 2000, [0.0, 3.2 * size, 2.9 * size, 9 * size])
+    assert {rung.depth for rung in rungs} == {2000}
     assert [rung.cache.window_cells for rung in rungs] == [None, 7 * PAGE, PAGE], "two of them are the same number of pages"
     assert rungs[0].cache.residency == "full" and task.largest_tail(config, cache) == 9 * size
     with pytest.raises(UsageError, match="lower --tail"):
-        task.tail_rungs(config, cache, [10.0 * size])
+        task.tail_rungs(config, cache, 2000, [10.0 * size])
     slid = replace(config, layers=tuple(replace(layer, sliding_window=64) for layer in config.layers))
     with pytest.raises(UsageError, match="sliding"):
         task.tail_page_bytes(slid, cache)
 
 
-def test_prompts_differ_and_have_their_length():
+def test_prose_differs_and_has_its_length():
     def encode(text: str) -> list[int]:
         return [ord(letter) for letter in text[:5000]] if len(text) < 5000 else [ord(letter) for letter in text]
 
-    made = [task.prompt_ids(encode, 9000, repetition) for repetition in range(3)]
-    assert all(len(ids) == 9000 for ids in made) and len({tuple(ids[:30]) for ids in made}) == 3
-    assert made[1] == task.prompt_ids(encode, 9000, 1)
+    made = [prose_prompt(encode, 9000, repetition) for repetition in range(3)]
+    assert all(len(prompt.ids) == 9000 and prompt.found is None for prompt in made) and len({prompt.ids[:30] for prompt in made}) == 3
+    assert made[1] == prose_prompt(encode, 9000, 1) and len(prose_prompt(encode, 0, 1).ids) == 1
+
+
+@pytest.mark.parametrize("num_tokens", [64, 301, 1024])
+def test_needles_stand_at_the_beginning_of_exact_prompts(num_tokens):
+    model = open_text_model(TINY)
+    made = [needle_prompt(model, num_tokens, repetition) for repetition in range(3)]
+    assert len({prompt.ids for prompt in made}) == 3
+    for prompt in made:
+        text = model.tokenizer.decode(prompt.ids)
+        question = text.strip().splitlines()[-1]
+        assert len(prompt.ids) == num_tokens and text.strip().startswith(question) and text.count(question) == 2
+        answer = text.split(question)[1].split(".")[0].strip()
+        assert len(answer) == 7 and answer.isdigit()
+
+        def reply(words: str, prompt: Prompt = prompt, answer: str = answer) -> bool:
+            return prompt.found(model.tokenizer.encode(words) + [model.tokenizer.eos_id] + model.tokenizer.encode(f" {answer}"))
+
+        assert reply(f" {answer}.") and not reply(" 1.") and not reply(f" {answer}5") and not reply(""), (
+            "what stands behind the end is no reply"
+        )
+
+
+def test_a_depth_without_room_for_a_needle_is_refused():
+    with pytest.raises(UsageError, match="--depth 10: needle and question alone take"):
+        needle_prompt(open_text_model(TINY), 10, 0)
 
 
 @pytest.mark.parametrize(
@@ -183,18 +213,24 @@ def test_prompts_differ_and_have_their_length():
     ],
 )
 def test_lists_and_ranges(text, steps, sizes):
-    assert read_sizes(text, "--tail", steps, zero=True) == sizes
+    assert parse_sizes(text, "--tail", steps or 8, zero=True) == sizes
 
 
-@pytest.mark.parametrize("text,steps", [("1..2..3", None), ("..5", None), ("1,,2", None), ("1,2", 4), ("0apples,5", None), ("x", None)])
-def test_what_is_no_list_is_refused(text, steps):
+@pytest.mark.parametrize("text", ["1..2..3", "..5", "1,,2", "0apples,5", "x"])
+def test_what_is_no_list_is_refused(text):
     with pytest.raises(UsageError, match="--tail"):
-        read_sizes(text, "--tail", steps, zero=True)
+        parse_sizes(text, "--tail", 8, zero=True)
 
 
 def test_a_cap_of_nothing_is_refused():
     with pytest.raises(UsageError, match="--vram-target"):
-        read_sizes("0,5", "--vram-target", None)
+        parse_sizes("0,5", "--vram-target", 8)
+
+
+def test_depths_may_be_zero():
+    assert parse_depths("0,4k,0,512", "-d") == (0, 4096, 512)
+    with pytest.raises(UsageError, match="-d: '-1'"):
+        parse_depths("-1", "-d")
 
 
 # -- the climb on a clock of its own -------------------------------------------------------------------------------------------
@@ -206,16 +242,26 @@ class FakeEngine:
     backend_name = "fake"
 
     def __init__(self, rung: Rung, config, clock: list[float], *, t0: float = 0.01, slow_first: float = 1.0, used: int = 900) -> None:
-        self.cache_config, self._clock, self._t0, self._slow = rung.cache, clock, t0, slow_first
-        total = -(-rung.cache.ctx_size // PAGE)
-        window = total if rung.cache.residency == "full" else min((rung.cache.window_cells or 1) // PAGE, total)
-        self.budget = Budget((("all", 1000),), rung.vram_target, total, window, PAGE, None, 0, 0, 0, False)
-        self._page_bytes = task.tail_page_bytes(config, rung.cache)
-        self.position, self._copied, self._used = 0, 0, used
+        self._config, self._clock, self._t0, self._slow, self._used = config, clock, t0, slow_first, used
         self.prompts: list[list[int]] = []
         self.fed: list[int] = []
+        self.filled: list[tuple[int, int]] = []
+        self.plans: list[tuple[int | None, int | None]] = []
         self.closed = False
         self.backend = self
+        self.refused: set[int | None] = set()
+        self.replan(rung.cache, rung.vram_target)
+
+    def replan(self, cache, vram_target: int | None = None) -> None:
+        self.plans.append((cache.window_cells, vram_target))
+        if cache.window_cells in self.refused:
+            raise OutOfMemoryError("it is too large now")
+        self.cache_config = cache
+        total = -(-cache.ctx_size // PAGE)
+        window = total if cache.residency == "full" else min((cache.window_cells or 1) // PAGE, total)
+        self.budget = Budget((("all", 1000),), vram_target, total, window, PAGE, None, 0, 0, 0, False)
+        self._page_bytes = task.tail_page_bytes(self._config, cache)
+        self.position, self._copied = 0, 0
 
     copied_bytes = property(lambda self: (self._copied, 0))
 
@@ -231,8 +277,13 @@ class FakeEngine:
     def reset(self) -> None:
         self.position, self._steps = 0, 0
 
+    def fill_random(self, num_cells: int, seed: int) -> None:
+        if num_cells:
+            self.filled.append((num_cells, seed))
+        self.position += num_cells
+
     def prefill(self, ids: list[int]) -> np.ndarray:
-        assert self.position == 0
+        assert ids
         self.prompts.append(ids)
         self.position += len(ids)
         self._clock[0] += 1e-3 * len(ids)
@@ -251,11 +302,13 @@ class FakeEngine:
 class Hill:
     """Engines for a climb, and the climb."""
 
-    def __init__(self, config, depth: int = 4 * PAGE, **options: object) -> None:
-        self.config, self.depth, self.options, self.clock = config, depth, options, [0.0]
-        self.cache = cache_config(task.context_size(depth, 8))
+    def __init__(self, config, depth: int = 4 * PAGE, num_prompt: int | None = None, **options: object) -> None:
+        self.config, self.depth, self.num_prompt, self.options, self.clock = config, depth, num_prompt, options, [0.0]
+        self.cache = cache_config(task.context_size(depth, 8, num_prompt))
         self.engines: list[FakeEngine] = []
         self.refused: set[str] = set()
+        self.asked: list[tuple[int, int]] = []
+        self.found = None
 
     def open(self, rung: Rung) -> FakeEngine:
         assert all(engine.closed for engine in self.engines), "two engines may not fit on one device"
@@ -264,39 +317,41 @@ class Hill:
         self.engines.append(FakeEngine(rung, self.config, self.clock, **self.options))
         return self.engines[-1]
 
-    def run(self, link_rate: float | None = LINK, **what: object) -> list[RungResult]:
-        climb = Climb(self.depth, 8, 2, **what)
-        return list(
-            task.run_climb(
-                climb,
-                self.config,
-                self.cache,
-                link_rate,
-                self.open,
-                lambda repetition: [repetition] * self.depth,
-                lambda label: None,
-                lambda engine: {"backend": engine.backend_name},
-                lambda: self.clock[0],
-            )
-        )
+    def tails(self, *pages: int) -> tuple[Rung, ...]:
+        size = task.tail_page_bytes(self.config, self.cache)
+        return task.tail_rungs(self.config, self.cache, self.depth, [float(count * size) for count in pages])
+
+    def prompt(self, depth: int, repetition: int) -> Prompt:
+        self.asked.append((depth, repetition))
+        return Prompt((repetition,) * (depth + (self.num_prompt or 0) or 1), 30 if self.found else 0, self.found)
+
+    def run(self, rungs: tuple[Rung, ...] | None = None, link_rate: float | None = LINK, **what: object) -> list[RungResult]:
+        asked = Climb(rungs or self.tails(0), 8, 2, num_prompt=self.num_prompt, **what)
+        describe, clock = (lambda engine: {"backend": engine.backend_name}), (lambda: self.clock[0])
+        return list(climb.run_climb(asked, self.config, link_rate, self.open, self.prompt, lambda rung: None, describe, clock))
 
 
 def test_a_rung_by_hand(config):
     hill = Hill(config, t0=1e-6)
     size = task.tail_page_bytes(config, hill.cache)
-    resident, streamed = hill.run(rungs=task.tail_rungs(config, hill.cache, [0.0, 2.0 * size]))
+    resident, streamed = hill.run(hill.tails(0, 2))
     assert resident.tail_bytes == 0 and resident.seconds == pytest.approx(1e-6)
     assert streamed.tail_bytes == 2 * size and streamed.seconds == pytest.approx(2 * size / LINK)
     assert streamed.cells_in_tail == 2 * PAGE and streamed.cells_in_window == hill.depth + 4 + 8 - 2 * PAGE, "4 steps to warm up, 8 timed"
-    assert streamed.step_seconds == (pytest.approx((2 * size / LINK,) * 8),) * 2
-    assert streamed.prefill_seconds == pytest.approx((hill.depth * 1e-3,) * 2) and streamed.ttft_seconds == streamed.prefill_seconds
-    assert streamed.warm_steps == ((4, True), (4, True)) and streamed.spread == pytest.approx(0, abs=1e-9)
-    prompts = hill.engines[1].prompts
-    assert [ids[0] for ids in prompts] == [2, 0, 1], "the warm-up's prompt and one for each repetition"
-    assert hill.engines[1].fed[:3] == [3, 4, 5], "every token follows from the logits"
+    assert streamed.step_seconds == [pytest.approx(2 * size / LINK)] * 16
+    assert streamed.prefill_seconds == pytest.approx([hill.depth * 1e-3] * 2) and streamed.ttft_seconds == streamed.prefill_seconds
+    assert [(rep.warm_steps, rep.settled) for rep in streamed.repetitions] == [(4, True)] * 2 and streamed.spread == pytest.approx(
+        0, abs=1e-9
+    )
+    (engine,) = hill.engines
+    assert engine.plans == [(None, None), (hill.cache.ctx_size // PAGE * PAGE + PAGE - 2 * PAGE, None)] and engine.closed, (
+        "one load, two plans"
+    )
+    assert [ids[0] for ids in engine.prompts] == [2, 0, 1] * 2, "the warm-up's prompt and one for each repetition"
+    assert engine.fed[:4] == [2, 3, 4, 5], "every token follows from the logits"
 
     bounds = Ceilings(Rates(LINK, LINK, LINK, 1e12), 10**6, 10**6)
-    row = row_dict(streamed, bounds, resident_seconds([resident, streamed]), hill.depth)
+    row = row_dict(streamed, bounds, resident_seconds([resident, streamed]))
     step = 1e3 * 2 * size / LINK
     assert row["step_ms"] == pytest.approx(step) and row["tg_tokens_per_second"] == pytest.approx(1e3 / step)
     assert (
@@ -315,17 +370,18 @@ def test_a_rung_by_hand(config):
         False,
         True,
     )
-    assert row_dict(resident, bounds, resident.seconds + 1, hill.depth)["exposed_ms"] == 0, "never below zero"
-    blind = row_dict(streamed, Ceilings(Rates(), 1, 1), None, hill.depth)
+    assert row_dict(resident, bounds, resident.seconds + 1)["exposed_ms"] == 0, "never below zero"
+    blind = row_dict(streamed, Ceilings(Rates(), 1, 1), None)
     unknown = ("link_percent", "exposed_ms", "predicted_sum_ms", "predicted_overlap_ms", "roofline_tokens_per_second")
-    assert all(blind[name] is None for name in unknown) and set(blind) == set(row)
+    assert all(blind[name] is None for name in unknown) and set(blind) == set(row) == set(ROW_FIELDS)
+    assert (row["pp_test"], row["tg_test"], row["needle_found"], row["fill"]) == ("pp1024", "tg8 @ d1024", None, "prompt")
 
 
 def test_warm_up_waits_for_two_equal_steps(config):
     hill = Hill(config, slow_first=3.0)
-    (result,) = hill.run(rungs=(task.resident_rung(hill.cache),))
-    assert result.warm_steps == ((8, True), (8, True)) and result.seconds == pytest.approx(0.01)
-    assert max(max(steps) for steps in result.step_seconds) == pytest.approx(0.01), "no slow step is among the timed"
+    (result,) = hill.run()
+    assert [(rep.warm_steps, rep.settled) for rep in result.repetitions] == [(8, True)] * 2 and result.seconds == pytest.approx(0.01)
+    assert max(result.step_seconds) == pytest.approx(0.01), "no slow step is among the timed"
 
 
 def test_a_run_that_never_settles_says_so(config):
@@ -338,9 +394,10 @@ def test_a_run_that_never_settles_says_so(config):
             return engine_decode(self, token)
 
     hill.open = lambda rung: Restless(rung, config, hill.clock)  # type: ignore[method-assign]
-    (result,) = hill.run(rungs=(task.resident_rung(hill.cache),))
-    assert result.warm_steps == ((16, False), (16, False)) and hill.cache.ctx_size == hill.depth + 16 + 8
-    assert row_dict(result, Ceilings(Rates(), 1, 1), None, hill.depth)["settled"] is False
+    (result,) = hill.run()
+    assert [(rep.warm_steps, rep.settled) for rep in result.repetitions] == [(16, False)] * 2
+    assert hill.cache.ctx_size == hill.depth + 16 + 8
+    assert row_dict(result, Ceilings(Rates(), 1, 1), None)["settled"] is False
 
 
 def test_placed_rungs_reach_from_resident_to_one_page(config):
@@ -358,29 +415,107 @@ def test_placed_rungs_reach_from_resident_to_one_page(config):
     assert summary.ceiling_errors["overlap"] == pytest.approx(0, abs=1e-9) and summary.ceiling_errors["sum"] > 0.5
     flat = summary.as_dict()
     assert flat["fit_overlap_link_gbps"] == pytest.approx(50) and flat["verdict"] == "overlap"
-    evenly = [round(result.tail_bytes / size) for result in Hill(config, depth=32 * PAGE).run(None, num_placed=5)]
+    evenly = [round(result.tail_bytes / size) for result in Hill(config, depth=32 * PAGE).run(link_rate=None, num_placed=5)]
     assert evenly == [0, 8, 16, 24, 32]
 
 
 def test_a_rung_that_does_not_fit_is_a_row(config):
     hill = Hill(config)
     hill.refused = {"resident"}
-    size = task.tail_page_bytes(config, hill.cache)
-    results = hill.run(rungs=task.tail_rungs(config, hill.cache, [0.0, float(size), 2.0 * size]))
-    assert [result.ran for result in results] == [False, True, True]
-    row = row_dict(results[0], Ceilings(Rates(), 1, 1), None, hill.depth)
+    results = hill.run(hill.tails(0, 1, 2))
+    assert [result.ran for result in results] == [False, True, True] and len(hill.engines) == 1
+    row = row_dict(results[0], Ceilings(Rates(), 1, 1), None)
     assert row["outcome"] == "does not fit" and row["refusal"] == "it is too large" and row["step_ms"] is None
     assert summarise(results, Rates(link_in=LINK)).as_dict()["resident_ms"] is None
 
 
+def test_a_plan_that_is_refused_is_a_row_and_the_weights_stay(config):
+    hill = Hill(config)
+    rungs = hill.tails(0, 1, 2)
+
+    class Refusing(FakeEngine):
+        def replan(self, cache, vram_target=None) -> None:
+            self.refused = {rungs[1].cache.window_cells}
+            super().replan(cache, vram_target)
+
+    def open_refusing(rung: Rung) -> FakeEngine:
+        hill.engines.append(Refusing(rung, config, hill.clock))
+        return hill.engines[-1]
+
+    hill.open = open_refusing  # type: ignore[method-assign]
+    assert [result.refusal for result in hill.run(rungs)] == [None, "it is too large now", None] and len(hill.engines) == 1
+
+
+def test_a_peer_needs_the_device_between_rungs(config):
+    hill = Hill(config)
+    rungs = hill.tails(0, 1)
+    asked = Climb(rungs, 8, 2, reload=True)
+    for result in climb.run_climb(asked, config, LINK, hill.open, hill.prompt, lambda rung: None, lambda engine: {}, lambda: 0.0):
+        assert result.ran and all(engine.closed for engine in hill.engines)
+    assert len(hill.engines) == 2
+
+
+def test_needles_are_asked_for_behind_the_timed_steps(config):
+    hill = Hill(config)
+    replies = []
+    hill.found = lambda reply: replies.append(reply) or len(replies) != 2
+    (result,) = hill.run()
+    assert [len(reply) for reply in replies] == [30, 30] and len(result.step_seconds) == 16, "the rest of the reply is not timed"
+    assert replies[0][:4] == [3, 4, 5, 6] and [rep.found for rep in result.repetitions] == [True, False]
+    assert result.found is False and row_dict(result, Ceilings(Rates(), 1, 1), None)["needle_found"] is False
+    fine = replace(result, repetitions=result.repetitions[:1])
+    streamed = replace(result, repetitions=tuple(replace(rep, copied_bytes=(7,)) for rep in result.repetitions))
+    assert lost_needles([fine, streamed]) == ["resident"] and lost_needles([result, streamed]) == [] and lost_needles([fine, fine]) == []
+
+
+def test_random_cells_stand_in_for_the_prompt(config):
+    hill = Hill(config)
+    (result,) = hill.run(fill="random")
+    assert hill.engines[0].filled == [(hill.depth, 0), (hill.depth, 1)] and not hill.engines[0].prompts, "nothing is read"
+    row = row_dict(result, Ceilings(Rates(), 1, 1), None)
+    unknown = ("pp_test", "pp_tokens_per_second", "pp_spread_percent", "ttft_seconds", "needle_found")
+    assert row["fill"] == "random" and row["tg_tokens_per_second"] == pytest.approx(100) and all(row[name] is None for name in unknown)
+
+
+@pytest.mark.parametrize("fill", ["prompt", "random"])
+@pytest.mark.parametrize("depth", [0, 4 * PAGE])
+def test_prefill_behind_a_depth(config, depth, fill):
+    hill = Hill(config, depth, num_prompt=100)
+    (result,) = hill.run((task.resident_rung(hill.cache, depth),), fill=fill)
+    (engine,) = hill.engines
+    assert result.prefill_seconds == pytest.approx([0.1, 0.1]) and result.ttft_seconds == []
+    read = [len(ids) for ids in engine.prompts]
+    assert engine.filled == ([(depth, seed) for seed in (0, 0, 1, 1)] if fill == "random" and depth else [])
+    assert read == ([100, depth, 100, depth, depth, 100, depth] if fill == "prompt" and depth else [100, 100, 100]), (
+        "filled anew for decode"
+    )
+    assert result.repetitions[0].position == depth + 4 + 8
+    row = row_dict(result, Ceilings(Rates(), 1, 1), None)
+    behind = f" @ d{depth}" if depth else ""
+    assert (row["pp_test"], row["tg_test"]) == (f"pp100{behind}", f"tg8{behind}")
+    assert row["pp_tokens_per_second"] == pytest.approx(1000) and row["pp_tokens_per_second_stdev"] == pytest.approx(0, abs=1e-6)
+
+
 def test_spread_and_caps_are_flagged(config):
     hill = Hill(config, used=1200)
-    (result,) = hill.run(rungs=task.cap_rungs(hill.cache, [1100, 1100]))
+    (result,) = hill.run((task.cap_rung(hill.cache, hill.depth, 1100),))
     bounds = Ceilings(Rates(), 1, 1)
-    assert row_dict(result, bounds, None, 1)["over_limit"] is True and row_dict(result, bounds, None, 1)["limit_bytes"] == 1100
+    assert row_dict(result, bounds, None)["over_limit"] is True and row_dict(result, bounds, None)["limit_bytes"] == 1100
+    first = replace(result.repetitions[0], step_seconds=(1.0, 1.0), prefill_seconds=1.0)
     for second, flag in ((1.04, False), (1.06, True)):
-        uneven = replace(result, step_seconds=((1.0, 1.0), (second, second)))
-        assert row_dict(uneven, bounds, None, 1)["spread_flag"] is flag
+        steps = row_dict(replace(result, repetitions=(first, replace(first, step_seconds=(second, second)))), bounds, None)
+        prefills = row_dict(replace(result, repetitions=(first, replace(first, prefill_seconds=second))), bounds, None)
+        assert (steps["spread_flag"], steps["pp_spread_flag"]) == (flag, False)
+        assert (prefills["spread_flag"], prefills["pp_spread_flag"]) == (False, flag)
+
+
+def test_a_peer_is_a_row_of_the_same_columns():
+    tests = PeerTest(4096, 0, 0), PeerTest(0, 64, 4096)
+    ran = peer_row(PeerResult(Setup("-ngl 30", 30), tests, 3, ("-m", "x"), None, PeerRate(5000, 50), PeerRate(100, 1), "abc (1)"))
+    assert set(ran) == set(ROW_FIELDS) and ran["step_ms"] == 10 and ran["depth"] == 4096 and ran["outcome"] == "ran"
+    assert (ran["pp_test"], ran["tg_test"], ran["rung"]) == ("pp4096", "tg64 @ d4096", "llama-bench -ngl 30")
+    failed = peer_row(PeerResult(Setup("resident", 99), tests, 3, failure="it broke"))
+    assert failed["outcome"] == "failed" and failed["refusal"] == "it broke" and failed["tg_tokens_per_second"] is None
 
 
 # -- ceilings ------------------------------------------------------------------------------------------------------------------
@@ -481,10 +616,11 @@ def test_json_end_to_end(command, capsys, config):
     assert command("--steps", 2, "-r", 2, "-o", "json") == 0
     result = json.loads(capsys.readouterr().out)
     resident, streamed = result["rows"]
-    size = task.tail_page_bytes(config, cache_config(318))
+    size = task.tail_page_bytes(config, cache_config(task.context_size(300, 2)))
     assert resident["tail_bytes"] == 0 and resident["cells_in_tail"] == 0 and resident["exposed_ms"] == 0
     assert streamed["tail_bytes"] == size and streamed["cells_in_tail"] == PAGE and streamed["window_cells"] == PAGE
-    assert streamed["cells_in_window"] + PAGE >= 300 + 4 + 2
+    assert streamed["cells_in_window"] + PAGE >= 300 + 4 + 2 and resident["needle_found"] is streamed["needle_found"] is True
+    assert resident["fill"] == "prompt" and resident["link_gbps"] is None and resident["ttft_seconds"] > 0
     for row in (resident, streamed):
         assert row["outcome"] == "ran" and row["tg_tokens_per_second"] > 0 and row["pp_tokens_per_second"] > 0 and row["repetitions"] == 2
         assert row["peak_device_bytes"] is None and row["measured_link_in_gbps"] is None and row["link_percent"] is None
@@ -492,6 +628,72 @@ def test_json_end_to_end(command, capsys, config):
         assert (row["command"], row["model_file"], row["backend"], row["depth"]) == ("ladder", "synth:tiny", "host", 300)
     assert result["passed"] and result["verdict"] == "undecided" and result["interrupted"] is False
     assert result["resident_ms"] == pytest.approx(resident["step_ms"]) and result["fit_overlap_t0_ms"] is not None
+
+
+def test_a_context_beyond_the_trained_one_is_said_once(command, capsys):
+    assert command("-m", "synth:tiny,context=256", "-d", "0,64,300", "-p", 8) == 0
+    said = [line for line in capsys.readouterr().err.splitlines() if "trained for" in line]
+    assert len(said) == 1 and "longer than the 256" in said[0]
+
+
+def test_measured_rates_stand_in_every_row(command, capsys, monkeypatch):
+    monkeypatch.setattr("rollkv.cli.ladder._rates", lambda backend, device: Rates(50e9, 40e9, 80e9, 4e12))
+    assert command("--tail", "0,384KiB", "-o", "json") == 0
+    out = capsys.readouterr()
+    result = json.loads(out.out)
+    assert "link 50.0 GB/s in, 40.0 GB/s out, 80.0 GB/s both at once; device memory 4000.0 GB/s" in out.err
+    assert result["measured_link_out_gbps"] == 40 and result["bytes_per_token"] > 0 and result["resident_roofline_tokens_per_second"] > 0
+    for row in result["rows"]:
+        assert row["link_gbps"] == 50 and row["link_percent"] == pytest.approx(100 * row["tail_gbps"] / 50)
+        assert row["predicted_sum_ms"] >= row["predicted_overlap_ms"] >= result["resident_ms"] and row["roofline_tokens_per_second"] > 0
+
+
+@pytest.mark.parametrize("form", ["md", "json", "jsonl", "csv"])
+def test_random_cells_are_labelled(command, capsys, monkeypatch, form, tmp_path):
+    monkeypatch.setattr("rollkv.tasks.haystack.build_haystack", lambda *_: pytest.fail("nothing is read"))
+    assert command("--tail", "0,384KiB", "--fill", "random", "-o", form) == 0
+    out = capsys.readouterr().out
+    if form == "md":
+        assert "300 RANDOM cells (--fill random) before decode" in out and "nothing is known of needle and ttft" in out
+        return
+    rows = json.loads(out)["rows"] if form == "json" else list(csv.DictReader(io.StringIO(out))) if form == "csv" else None
+    rows = rows or [row for row in map(json.loads, out.splitlines()) if row["line"] == "rung"]
+    for row in rows:
+        assert row["fill"] == "random" and float(row["tg_tokens_per_second"]) > 0
+        assert {row[name] or None for name in ("pp_tokens_per_second", "ttft_seconds", "needle_found")} == {None}
+    assert float(rows[1]["tail_bytes"]) == 384 * 1024, "the tail is streamed"
+
+
+def test_depths_are_rows(command, capsys):
+    assert command("-d", "0,100", "-p", 20, "-o", "json", "-r", 2) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert [(row["line"], row["pp_test"], row["tg_test"]) for row in result["rows"]] == [
+        ("depth", "pp20", "tg2"),
+        ("depth", "pp20 @ d100", "tg2 @ d100"),
+    ]
+    assert all(row["pp_tokens_per_second"] > 0 and row["tg_tokens_per_second_stdev"] is not None for row in result["rows"])
+    assert "verdict" not in result and result["kv_bytes_per_token"] == result["rows"][1]["kv_bytes_per_token"] > 0
+    assert command("-d", "300", "-p", 20, "--vram-target", "2000", "--fill", "random") == 0
+    text = capsys.readouterr().out
+    assert "| cap 1.95 GiB | pp20 @ d300 |" in text and "| cap 1.95 GiB | tg2 @ d300  |" in text and "behind RANDOM cells" in text
+    assert command("-d", "0,100", "-p", 20, "-o", "csv") == 0
+    assert [row["depth"] for row in csv.DictReader(io.StringIO(capsys.readouterr().out))] == ["0", "100"]
+    assert command("-d", "0,100") == 0
+    assert "pp512 @ d100" in capsys.readouterr().out
+
+
+def test_a_rung_that_loses_the_needle_fails(command, capsys, monkeypatch):
+    """A resident run finds it, a streamed one does not: a tail that arrives damaged."""
+    from rollkv.host_backend import HostBackend
+
+    copy_in = HostBackend.copy_in
+    monkeypatch.setattr(HostBackend, "copy_in", lambda self, run, host: copy_in(self, run, np.zeros_like(host)))
+    assert command("--tail", "0,384KiB", "-o", "json") == 1
+    result = json.loads(capsys.readouterr().out)
+    assert [row["needle_found"] for row in result["rows"]] == [True, False]
+    assert "1 rungs miss a needle that a resident one found: tail 384.0 KiB" in result["error"]
+    assert command("--tail", "0,384KiB") == 1
+    assert "MISSED" in capsys.readouterr().out
 
 
 def test_lines_and_table(command, capsys):
@@ -525,7 +727,7 @@ def test_a_rung_over_its_cap_fails(command, capsys, monkeypatch):
 @pytest.mark.parametrize("at,kept", [(1, []), (2, ["resident"])])
 @pytest.mark.parametrize("form", ["json", "md", "csv"])
 def test_an_interrupt_keeps_what_ran(command, capsys, monkeypatch, form, at, kept):
-    measure, calls = task._measure, []
+    measure, calls = climb._measure, []
 
     def interrupted(engine, *rest):
         calls.append(engine)
@@ -533,7 +735,7 @@ def test_an_interrupt_keeps_what_ran(command, capsys, monkeypatch, form, at, kep
             raise KeyboardInterrupt
         return measure(engine, *rest)
 
-    monkeypatch.setattr(task, "_measure", interrupted)
+    monkeypatch.setattr(climb, "_measure", interrupted)
     assert command("--tail", "0,384KiB", "-o", form) == 130
     out = capsys.readouterr().out
     if form == "json":
@@ -554,6 +756,15 @@ def test_an_interrupt_keeps_what_ran(command, capsys, monkeypatch, form, at, kep
         (("--tail", "1", "--vram-target", "1"), "--vram-target and --tail"),
         (("--tail", "0,1", "--steps", 4), "--steps 4"),
         (("--tail", "900GiB"), "lower --tail"),
+        (("--fill", "zeros"), "--fill 'zeros'"),
+        (("-p", 0), "--n-prompt 0"),
+        (("-d", "0,1k", "--tail", 0), "--tail goes with a ladder"),
+        (("-d", "1k", "-p", 8, "--steps", 4), "--steps goes with a ladder"),
+        (("-d", "0,1k", "--vram-target", "1,2"), "--vram-target"),
+        (("-d", "0,x"), "--depth: 'x'"),
+        (("-d", 20), "--depth 20: needle"),
+        (("--peer", "vllm=/bin/true"), "--peer 'vllm=/bin/true'"),
+        (("--peer", "llama-bench=/bin/true"), "rollkv synth tiny -o FILE"),
     ],
 )
 def test_usage_errors_come_before_the_load(command, capsys, monkeypatch, arguments, words):
@@ -566,5 +777,7 @@ def test_usage_errors_come_before_the_load(command, capsys, monkeypatch, argumen
 def test_the_picture(command, capsys, tmp_path):
     pytest.importorskip("matplotlib")
     path = Path(tmp_path) / "ladder.png"
-    assert command("--steps", 2, "--plot", path) == 0
-    assert path.read_bytes().startswith(b"\x89PNG")
+    for more in ((), ("--fill", "random")):
+        path.unlink(missing_ok=True)
+        assert command("--steps", 2, "--plot", path, *more) == 0
+        assert path.read_bytes().startswith(b"\x89PNG")

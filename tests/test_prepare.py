@@ -144,6 +144,75 @@ def test_no_moment_exceeds_the_cap(machine: Machine, extra: int) -> None:
         assert 0.97 * cap < machine.peak <= cap
 
 
+def test_a_new_plan_keeps_to_its_own_cap(machine: Machine) -> None:
+    """Smaller and larger ones, and none; new products are warmed up beside the weights that are there."""
+    options: dict[str, Any] = {"page_cells": 256, "kv": "f16"}
+    with engine(machine, "synth:tiny", 180 * MIB, ctx_size=60000, ubatch=64, **options) as run:
+        for cap, ubatch in ((150 * MIB + 5, 64), (210 * MIB, 512), (170 * MIB, 512), (190 * MIB, 100)):
+            cache = replace(engines.cache(60000, ubatch=ubatch, **options), residency="auto")
+            machine.peak = 0
+            run.replan(cache, cap)
+            run.prefill([1] * 1000)
+            run.decode(1)
+            assert run.budget.spills and run.budget.cap_bytes == run.stats.cap_bytes == cap
+            assert 0.97 * cap < machine.peak <= cap
+            with pytest.raises(OutOfMemoryError, match=rf"beyond needs.*cap {cap / MIB:.1f} MiB"):
+                run.backend.empty("beyond", (8 * MIB,), "u8")
+        run.replan(cache)
+        assert not run.budget.spills
+        run.backend.empty("beyond", (8 * MIB,), "u8")
+
+
+@pytest.mark.parametrize("before", [16, 256])
+def test_a_new_plan_meets_the_caps_that_a_fresh_load_meets(machine: Machine, before: int) -> None:
+    """Down to the smallest, whether the vendor library is there already (256 rows) or not (16). One that is refused leaves the weights."""
+    options: dict[str, Any] = {"ctx_size": 60000, "page_cells": 256, "kv": "f16"}
+    caps = [MIB * cap for cap in (136, 137, 130, 139, 160)]
+
+    def fresh(cap: int) -> Any:
+        machine.modules = machine.library = 0
+        try:
+            with engine(machine, "synth:tiny", cap, ubatch=256, **options) as run:
+                return run.budget.device
+        except OutOfMemoryError as error:
+            machine.device.clear()
+            return str(error)
+
+    wanted = [fresh(cap) for cap in caps]
+    assert [isinstance(outcome, str) for outcome in wanted] == [True, False, True, False, False]
+    machine.modules = machine.library = 0
+    cache = replace(engines.cache(ubatch=256, **options), residency="auto")
+    with engine(machine, "synth:tiny", 160 * MIB, ubatch=before, **options) as run:
+        for cap, outcome in zip(caps, wanted, strict=True):
+            if isinstance(outcome, str):
+                with pytest.raises(OutOfMemoryError) as refused:
+                    run.replan(cache, cap)
+                assert str(refused.value) == outcome
+            else:
+                run.replan(cache, cap)
+                assert run.budget.device == outcome
+
+
+def test_what_is_warm_is_not_warmed_up_again(machine: Machine) -> None:
+    with engine(machine, MODELS[0], ctx_size=500, ubatch=64) as run:
+        modules, products = machine.modules, list(Library.products)
+        run.replan(run.cache_config)
+        assert machine.modules == modules and Library.products == products
+        run.replan(engines.cache(500, ubatch=200))
+        new = Library.products[len(products) :]
+        assert new and not set(new) & set(products)
+
+
+@pytest.mark.parametrize("name", engines.MODELS)
+def test_an_engine_lets_go_of_the_file(machine: Machine, name: str) -> None:
+    with open_model(engines.FIXTURES / f"{name}.gguf") as file:
+        maps = list(file._maps)
+        run = load_on(CudaBackend(calls=DriverCalls(machine)), file, model_config(file), engines.cache(100))
+    with run:
+        assert maps and all(data.closed for data in maps)
+        run.replan(engines.cache(50, window=16))
+
+
 def test_what_cannot_fit_is_refused_before_anything_loads(machine: Machine) -> None:
     with pytest.raises(OutOfMemoryError, match="too small"):
         engine(machine, MODELS[0], 20 * MIB, ctx_size=500)

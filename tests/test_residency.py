@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import engines
+from rollkv.errors import OutOfMemoryError, UsageError
 
 PAGE = 16
 
@@ -87,3 +88,55 @@ def test_a_run_that_never_spills_copies_nothing() -> None:
         engine.logits(tokens)
         page_bytes = 2 * 2 * PAGE * 16 * 4  # K and V, 2 heads, 16 columns, f32
         assert engine.copied_bytes[1] == 2 * 8 * page_bytes, "two layers, the eight pages that leave the window, once each"
+
+
+@pytest.mark.parametrize("model", ["qwen3", "gemma3"])
+def test_a_new_plan_gives_the_bits_of_a_fresh_load(model: str) -> None:
+    """Weights stay; window, ring, tail, workspace and even context and ubatch change."""
+    tokens = engines.fixture(model)["tokens"].tolist()
+    plans = [engines.cache(160, ubatch=40, window=PAGE), engines.cache(160, ubatch=40), engines.cache(120, ubatch=64, window=3 * PAGE)]
+    with engines.host_engine(model, plans[0], order="late") as engine:
+        for plan in (*plans, plans[0]):
+            engine.prefill(tokens[:50])
+            engine.replan(plan)
+            assert engine.position == 0 and engine.copied_bytes == (0, 0) and engine.cache_config is plan
+            assert engine.budget.spills == (plan.window_cells is not None) and engine.stats == engine.stats.__class__()
+            part = tokens[: plan.ctx_size]
+            rows = np.concatenate([*engine.logit_rows(part[:100]), *(engine.decode(token)[None] for token in part[100:])])
+            np.testing.assert_array_equal(rows, run(engines.host_engine(model, plan), part, 100))
+            engine.reset()
+
+
+def test_a_plan_that_is_refused_leaves_the_weights() -> None:
+    tokens = engines.fixture("llama")["tokens"].tolist()
+    with engines.host_engine("llama", engines.cache(160)) as engine:
+        want = engine.logits(tokens)
+        with pytest.raises(OutOfMemoryError, match="too small"):
+            engine.replan(engines.cache(160), vram_target=1 << 20)
+        engine.replan(engines.cache(160, window=PAGE))
+        np.testing.assert_array_equal(engine.logits(tokens), want)
+
+
+@pytest.mark.parametrize("model", ["qwen3", "gemma3"])
+@pytest.mark.parametrize("order", ["eager", "late"])
+def test_random_cells_are_the_same_wherever_they_lie(model: str, order: Literal["eager", "late"]) -> None:
+    tokens = engines.fixture(model)["tokens"].tolist()
+
+    def rows(window: int | None, seed: int = 3) -> np.ndarray:
+        with engines.host_engine(model, engines.cache(160, ubatch=40, window=window), order=order) as engine:
+            engine.fill_random(70, seed)
+            engine.fill_random(35, seed + 1)
+            assert engine.position == 105 and engine.copied_bytes[0] == 0, "nothing attends, so nothing is copied in"
+            return np.concatenate([*engine.logit_rows(tokens[:20]), *(engine.decode(token)[None] for token in tokens[20:40])])
+
+    resident = rows(None)
+    assert np.isfinite(resident).all() and (rows(None, seed=5) != resident).any()
+    for pages in (1, 2, 5):
+        np.testing.assert_array_equal(rows(pages * PAGE), resident, err_msg=f"window of {pages} pages")
+
+
+def test_random_cells_end_with_the_context() -> None:
+    with engines.host_engine("llama", engines.cache(160)) as engine:
+        engine.fill_random(150, 0)
+        with pytest.raises(UsageError, match="150 cached cells and 11 more"):
+            engine.fill_random(11, 0)

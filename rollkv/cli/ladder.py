@@ -1,28 +1,29 @@
 """`rollkv ladder`: how fast prefill and decode are as more and more of the cache lies in the tail, beside what the machine could do."""
 
-import csv
-import io
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import cache as remembered
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rollkv.cli import ladder_text, options, results
+from rollkv.cli import ladder_results, ladder_text, options
 from rollkv.config import DEFAULT_UBATCH
-from rollkv.errors import OutOfMemoryError, UsageError
+from rollkv.errors import UsageError
 
 if TYPE_CHECKING:
     from rollkv.config import CacheConfig
     from rollkv.tasks.ceilings import Ceilings, Rates
+    from rollkv.tasks.climb import PromptFor
     from rollkv.tasks.generate import TextModel
-    from rollkv.tasks.ladder import Climb, Rung, RungResult
+    from rollkv.tasks.ladder import Climb, Prompt, Rung, RungResult
+    from rollkv.tasks.peers import Peer, PeerResult
 
-FORMS = ("md", "json", "jsonl", "csv")
 _DEFAULT_STEPS = 8
+_DEFAULT_PROMPT = 512  # as llama-bench's
 _INTERRUPTED = 130
 
 
@@ -38,9 +39,41 @@ def ladder(
         int | None,
         typer.Option(metavar="N", help="Rungs: of a range, or from resident to a one-page window, placed around the knee. [8]"),
     ] = None,
-    depth: Annotated[str, typer.Option("-d", "--depth", metavar="CELLS", help="Cells cached before decode, such as 32k.")] = "4k",
+    depth: Annotated[
+        str,
+        typer.Option(
+            "-d",
+            "--depth",
+            metavar="CELLS|LIST",
+            help="Cells cached before decode, such as 32k. A list such as 0,4k,32k measures each as llama-bench does, resident or under one --vram-target.",
+        ),
+    ] = "4k",
+    n_prompt: Annotated[
+        int | None,
+        typer.Option(
+            "-p",
+            "--n-prompt",
+            metavar="TOKENS",
+            help="Tokens whose prefill is timed behind each depth of a list (512 unless given); makes a list of a single depth.",
+        ),
+    ] = None,
     n_predict: Annotated[int, typer.Option("-n", "--n-predict", metavar="STEPS", help="Decode steps that are timed.")] = 64,
     repetitions: Annotated[int, typer.Option("-r", "--repetitions", help="Runs of each rung, each with a prompt of its own.")] = 3,
+    fill: Annotated[
+        str,
+        typer.Option(
+            metavar="prompt|random",
+            help="Read a prompt with a needle up to the depth, or fill the cache with random keys and values, where prefill would take too long.",
+        ),
+    ] = "prompt",
+    peer: Annotated[
+        str | None,
+        typer.Option(
+            metavar="llama-bench=PATH",
+            help="Run this program of yours in turn with the rungs: resident, KV in host RAM, and fewer layers on the GPU.",
+        ),
+    ] = None,
+    peer_timeout: Annotated[float, typer.Option(metavar="SECONDS", help="How long one run of the peer may take.")] = 600.0,
     ubatch: options.Ubatch = DEFAULT_UBATCH,
     cache_type_k: options.CacheTypeK = "f16",
     cache_type_v: options.CacheTypeV = "f16",
@@ -52,101 +85,118 @@ def ladder(
     output: Annotated[str, typer.Option("-o", "--output", metavar="md|json|jsonl|csv", help="Form of the result on stdout.")] = "md",
 ) -> None:
     """Measure prefill and decode on rungs from a resident cache to a streamed one, first the ceilings (link, device memory), last the fit
-    of two models: sum (t0 + tail/link) and overlap (max(t0, tail/link)). The model is loaded once a rung. The ceilings take 2.5 GiB of
-    device memory before the first load and give them back. Exit code 1 when a rung holds more device memory than its cap."""
-    _check(output, backend, n_predict, repetitions)
+    of two models: sum (t0 + tail/link) and overlap (max(t0, tail/link)). The weights are loaded once, with --peer once a rung. The ceilings
+    take 2.5 GiB of device memory before the first load and give them back. Exit code 1 when a rung holds more device memory than its cap,
+    or misses a needle that a resident rung found."""
+    _check(output, backend, fill, {"--n-predict": n_predict, "--repetitions": repetitions, "--n-prompt": n_prompt})
 
     from rollkv import plots, report
-    from rollkv.counts import parse_count
+    from rollkv.counts import parse_depths
     from rollkv.models import default_model
     from rollkv.tasks import generate as task
     from rollkv.tasks.ceilings import ceilings
-    from rollkv.tasks.ladder import context_size
+    from rollkv.tasks.ladder import Climb, context_size, tail_page_bytes
+    from rollkv.tasks.peers import find_peer
 
     if plot is not None:
         plots.check(plot)
-    cells = parse_count(depth, "--depth")
+    cells = parse_depths(depth, "--depth")
+    num_prompt = _DEFAULT_PROMPT if n_prompt is None and len(cells) > 1 else n_prompt
     opened = task.open_text_model(model or default_model())
-    cache = task.cache_config(context_size(cells, n_predict), ubatch=ubatch, cache_type_k=cache_type_k, cache_type_v=cache_type_v)
-    climb = _climb(opened, cache, cells, n_predict, repetitions, vram_target, tail, steps)
-    bounds = ceilings(opened.path, _rates(backend, device), cache, cells)
-    report.note(ladder_text.ceilings_line(bounds))
-    found, interrupted = _run(opened, climb, cache, bounds.rates, backend, device)
-    if not any(result.ran for result in found) and not interrupted:
-        raise OutOfMemoryError(f"no rung fits; the first: {found[0].refusal}")
-    _finish(opened, found, bounds, cells, plot, output, interrupted)
+    found_peer = None if peer is None else find_peer(peer, opened.path, device)
+    if peer_timeout <= 0:
+        raise UsageError(f"--peer-timeout {peer_timeout:g}: the value must be above zero")
+    caches = {
+        one: task.cache_config(
+            context_size(one, n_predict, num_prompt), ubatch=ubatch, cache_type_k=cache_type_k, cache_type_v=cache_type_v
+        )
+        for one in cells
+    }
+    if num_prompt is None:
+        tail_page_bytes(opened.config, caches[cells[0]])  # refuses a model without a tail
+        rungs, num_placed = _rungs(opened, caches[cells[0]], cells[0], vram_target, tail, steps)
+    else:
+        rungs, num_placed = _depth_rungs(caches, vram_target, {"--tail": tail, "--steps": steps, "--plot": plot}), 0
+    climb = Climb(rungs, n_predict, repetitions, fill, num_prompt, num_placed, reload=found_peer is not None)  # type: ignore[arg-type]
+    if fill == "prompt" and num_prompt is None:
+        _prompt_for(opened, climb)(cells[0], 0)  # refuses a depth without room for a needle
+    rates = _rates(backend, device)
+    bounds = {one: ceilings(opened.path, rates, caches[one], one) for one in cells}
+    report.note(ladder_text.ceilings_line(bounds[max(cells)]))
+    run = _Run(opened, climb, bounds, rates, backend, device, found_peer, peer_timeout)
+    found, interrupted = _gather(run)
+    ladder_results.finish(opened, climb, bounds, rates, found, plot, output, interrupted)
+    if interrupted:
+        raise typer.Exit(_INTERRUPTED)
 
 
-def _check(output: str, backend: str, n_predict: int, repetitions: int) -> None:
-    if output not in FORMS:
-        raise UsageError(f"-o {output!r} is not known; choose {', '.join(FORMS[:-1])} or {FORMS[-1]}")
+@dataclass(frozen=True)
+class _Run:
+    """What was asked for, checked. bounds: ceilings by depth."""
+
+    model: "TextModel"
+    climb: "Climb"
+    bounds: "dict[int, Ceilings]"
+    rates: "Rates"
+    backend: str
+    device: int
+    peer: "Peer | None"
+    peer_timeout: float
+
+
+def _check(output: str, backend: str, fill: str, counts: Mapping[str, int | None]) -> None:
+    if output not in ladder_results.FORMS:
+        raise UsageError(f"-o {output!r} is not known; choose {', '.join(ladder_results.FORMS[:-1])} or {ladder_results.FORMS[-1]}")
     if backend not in ("auto", "cuda", "host"):
         raise UsageError(f"--backend {backend!r} is not known; choose auto, cuda or host")
-    for option, value in (("--n-predict", n_predict), ("--repetitions", repetitions)):
-        if value < 1:
+    if fill not in ("prompt", "random"):
+        raise UsageError(f"--fill {fill!r} is not known; choose prompt or random")
+    for option, value in counts.items():
+        if value is not None and value < 1:
             raise UsageError(f"{option} {value}: the value must be 1 or more")
 
 
 # -- rungs ---------------------------------------------------------------------------------------------------------------------
 
 
-def _climb(
-    model: "TextModel",
-    cache: "CacheConfig",
-    depth: int,
-    num_steps: int,
-    repetitions: int,
-    vram_target: str | None,
-    tail: str | None,
-    steps: int | None,
-) -> "Climb":
-    """The rungs that the options name. Raises UsageError."""
-    from rollkv.tasks.ladder import Climb, cap_rungs, tail_page_bytes, tail_rungs
+def _rungs(
+    model: "TextModel", cache: "CacheConfig", depth: int, vram_target: str | None, tail: str | None, steps: int | None
+) -> "tuple[tuple[Rung, ...], int]":
+    """(the rungs that the options name, how many there are with those that are placed behind them). Raises UsageError."""
+    from rollkv.counts import is_range, parse_sizes
+    from rollkv.tasks.ladder import cap_rung, resident_rung, tail_rungs
 
     if vram_target is not None and tail is not None:
         raise UsageError("--vram-target and --tail are both given; give one of them")
     if steps is not None and steps < 2:
         raise UsageError(f"--steps {steps}: a ladder has at least 2 rungs")
-    tail_page_bytes(model.config, cache)  # refuses a model without a tail
-    rungs: tuple[Rung, ...] = ()
+    for option, text in (("--vram-target", vram_target), ("--tail", tail)):
+        if text is not None and steps is not None and not is_range(text):
+            raise UsageError(
+                f"--steps {steps} divides a range, but {option} {text!r} is a list; write {option} LO..HI, or leave out one of them"
+            )
+    count = steps or _DEFAULT_STEPS
     if vram_target is not None:
-        rungs = cap_rungs(cache, read_sizes(vram_target, "--vram-target", steps))
-    elif tail is not None:
-        rungs = tail_rungs(model.config, cache, read_sizes(tail, "--tail", steps, zero=True))
-    return Climb(depth, num_steps, repetitions, rungs, 0 if rungs else steps or _DEFAULT_STEPS)
+        return tuple(cap_rung(cache, depth, cap) for cap in dict.fromkeys(parse_sizes(vram_target, "--vram-target", count))), 0
+    if tail is not None:
+        return tail_rungs(model.config, cache, depth, parse_sizes(tail, "--tail", count, zero=True)), 0
+    return (resident_rung(cache, depth),), count
 
 
-def read_sizes(text: str, option: str, steps: int | None, *, zero: bool = False) -> tuple[int, ...]:
-    """Bytes from "6,5,4GiB" or "4..6GiB"; a bare number takes the unit of the last one, MiB without any.
+def _depth_rungs(caches: "Mapping[int, CacheConfig]", vram_target: str | None, others: Mapping[str, object]) -> "tuple[Rung, ...]":
+    """A rung for every depth, resident or under the cap. Raises UsageError for options that go with a ladder at one depth."""
+    from rollkv.tasks.ladder import cap_rung, resident_rung
 
-    A range gives `steps` values, in the order it is written in. Raises UsageError, also for a size of nothing unless `zero`.
-    """
-    from rollkv.counts import split_list
-    from rollkv.ladder_fit import spread_evenly
-    from rollkv.units import MIB, parse_size
-
-    is_range = ".." in text
-    words = [word.strip() for word in text.split("..")] if is_range else split_list(text, option)
-    if is_range and (len(words) != 2 or not all(words)):
-        raise UsageError(f"{option}: cannot read the range {text!r}; write it as 4..6GiB")
-    if steps is not None and not is_range:
+    given = [option for option, value in others.items() if value is not None]
+    if given:
         raise UsageError(
-            f"--steps {steps} divides a range, but {option} {text!r} is a list; write {option} LO..HI, or leave out one of them"
+            f"{given[0]} goes with a ladder at one depth, not with several depths or --n-prompt; give one --depth and leave out --n-prompt"
         )
-    unit = words[-1].lstrip("0123456789. ")
-    bare = parse_size(f"1{unit}", option) if unit else MIB
-    sizes = tuple(0 if zero and _is_zero(word, option) else parse_size(word, option, bare_unit=bare) for word in words)
-    return spread_evenly(sizes[0], sizes[1], steps or _DEFAULT_STEPS) if is_range else sizes
-
-
-def _is_zero(word: str, option: str) -> bool:
-    """Whether it is nothing, in a known unit. Raises UsageError for an unknown one."""
-    from rollkv.units import parse_size
-
-    match = re.fullmatch(r"0+(?:\.0+)?\s*([A-Za-z]*)", word)
-    if match is not None and match[1]:
-        parse_size(f"1{match[1]}", option)
-    return match is not None
+    if vram_target is None:
+        return tuple(resident_rung(cache, depth) for depth, cache in caches.items())
+    cap = options.size_option(vram_target, "--vram-target")
+    assert cap is not None
+    return tuple(cap_rung(cache, depth, cap) for depth, cache in caches.items())
 
 
 # -- the run -------------------------------------------------------------------------------------------------------------------
@@ -169,90 +219,82 @@ def _rates(backend: str, device: int) -> "Rates":
         return Rates()
 
 
-def _run(
-    model: "TextModel", climb: "Climb", cache: "CacheConfig", rates: "Rates", backend: str, device: int
-) -> "tuple[list[RungResult], bool]":
+def _prompt_for(model: "TextModel", climb: "Climb") -> "PromptFor":
+    """The prompt of a depth and a repetition, made once: every rung reads the same."""
+    from rollkv.tasks.ladder_prompts import needle_prompt, prose_prompt
+
+    @remembered
+    def prompt_for(depth: int, repetition: int) -> "Prompt":
+        if climb.times_depth:
+            return needle_prompt(model, depth, repetition)
+        return prose_prompt(model.tokenizer.encode, depth + (climb.num_prompt or 0), repetition)
+
+    return prompt_for
+
+
+def _gather(run: _Run) -> "tuple[list[RungResult | PeerResult], bool]":
     """(results so far, whether it was interrupted)."""
     from rollkv import report
-    from rollkv.engine import Engine, load
-    from rollkv.tasks.ladder import prompt_ids, run_climb
+    from rollkv.engine import Engine, check_length, load
+    from rollkv.tasks.climb import run_climb
     from rollkv.tasks.record import machine_facts
     from rollkv.units import format_size
 
     warn = report.warn_once()
+    longest = max(rung.cache.ctx_size for rung in run.climb.rungs)
+    check_length(run.model.config, longest, run.model.path, warn)
 
     def open_engine(rung: "Rung") -> Engine:
-        with report.PhaseProgress(f"loading for {rung.label}", format_size) as loading:
+        with report.PhaseProgress("loading", format_size) as loading:
             return load(
-                model.path,
+                run.model.path,
                 rung.cache,
                 vram_target=rung.vram_target,
-                backend=backend,  # type: ignore[arg-type]
-                device=device,
+                backend=run.backend,  # type: ignore[arg-type]
+                device=run.device,
                 warn=warn,
                 on_load=loading,
             )
 
-    @remembered  # every rung reads the same prompts
-    def prompt(repetition: int) -> list[int]:
-        return prompt_ids(model.tokenizer.encode, climb.depth, repetition)
-
-    found: list[RungResult] = []
+    found: list[RungResult | PeerResult] = []
     with ExitStack() as cleanup:
 
-        def progress_for(label: str) -> report.PhaseProgress:
-            return cleanup.enter_context(report.PhaseProgress(label))
+        def progress_for(rung: "Rung") -> report.PhaseProgress:
+            return cleanup.enter_context(report.PhaseProgress(f"{rung.label}, depth {rung.depth}"))
 
+        describe = partial(machine_facts, link_rate=run.rates.link_in)
+        prompt_for = _prompt_for(run.model, run.climb)
         try:
-            for result in run_climb(climb, model.config, cache, rates.link_in, open_engine, prompt, progress_for, machine_facts):
+            for result in run_climb(run.climb, run.model.config, run.rates.link_in, open_engine, prompt_for, progress_for, describe):
                 found.append(result)
                 if not result.ran:
-                    report.warn(f"{result.rung.label}: {result.refusal}")
+                    report.warn(f"{result.rung.label}, depth {result.rung.depth}: {result.refusal}")
+                for theirs in _peers_beside(run, result, found):
+                    found.append(theirs)
+                    if theirs.failure is not None:
+                        report.warn(theirs.failure)
         except KeyboardInterrupt:
             return found, True
     return found, False
 
 
-# -- printing ------------------------------------------------------------------------------------------------------------------
+def _peers_beside(run: _Run, result: "RungResult", found: "Sequence[RungResult | PeerResult]") -> "Iterator[PeerResult]":
+    """Runs the peer as it compares with a rung, each setup and test once."""
+    from rollkv import report
+    from rollkv.tasks.peers import PeerResult, PeerTest, run_peer, setups_beside
 
-
-def _finish(
-    model: "TextModel", found: "list[RungResult]", bounds: "Ceilings", depth: int, plot: Path | None, output: str, interrupted: bool
-) -> None:
-    from rollkv import ladder_plot
-    from rollkv.tasks import record
-    from rollkv.tasks.ladder_rows import row_dict, summarise
-
-    summary = summarise(found, bounds.rates)
-    source = record.source_facts("ladder") | record.model_facts(model.path).as_dict()
-    time = {"utc_time": record.utc_time()}
-    rows: list[Mapping[str, Any]] = [
-        source
-        | {"line": "rung"}
-        | record.cache_facts(result.rung.cache, result.rung.vram_target)
-        | (result.machine or record.machine_facts(None))
-        | bounds.as_dict()
-        | row_dict(result, bounds, summary.resident_seconds, depth)
-        | time
-        for result in found
-    ]
-    if plot is not None and any(row["outcome"] == "ran" for row in rows):
-        title = f"{model.path.name}, {depth} cells before decode; {summary.verdict.words}"
-        ladder_plot.draw([row for row in rows if row["outcome"] == "ran"], summary.fits, plot, title)
-    over = [row for row in rows if row["over_limit"] and row["vram_target_bytes"] is not None]
-    failure = f"{len(over)} rungs hold more device memory than their cap: {', '.join(row['rung'] for row in over)}" if over else None
-    facts = bounds.as_dict() | summary.as_dict() | {"interrupted": interrupted}
-    text = _csv(rows) if output == "csv" else ladder_text.markdown(model, rows, bounds, summary, depth)
-    last = [source | {"line": "summary", "depth": depth} | facts | time] if output == "jsonl" else []
-    results.finish("text" if output in ("md", "csv") else output, text, [*rows, *last], facts, failure if not interrupted else None)
-    if interrupted:
-        raise typer.Exit(_INTERRUPTED)
-
-
-def _csv(rows: Sequence[Mapping[str, Any]]) -> str:
-    """All columns of the rows, unknown values empty."""
-    stream = io.StringIO()
-    writer = csv.DictWriter(stream, list(rows[0]) if rows else [], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return stream.getvalue()
+    if run.peer is None or not result.ran:
+        return
+    climb, depth = run.climb, result.rung.depth
+    if climb.num_prompt is not None:
+        tests: tuple[PeerTest, ...] = (PeerTest(climb.num_prompt, climb.num_steps, depth),)
+    elif climb.times_depth:
+        tests = PeerTest(depth, 0, 0), PeerTest(0, climb.num_steps, depth)
+    else:
+        tests = (PeerTest(0, climb.num_steps, depth),)
+    done = {(other.setup, other.tests) for other in found if isinstance(other, PeerResult)}
+    layers = run.model.config.num_layers
+    for setup in setups_beside(result.tail_bytes, layers, run.bounds[depth].token_bytes / layers):
+        if (setup, tests) not in done:
+            report.note(f"running {run.peer.program} {setup.label}, depth {depth}")
+            yield run_peer(run.peer, setup, tests, climb.repetitions, result.rung.cache, run.peer_timeout)

@@ -1,4 +1,4 @@
-"""A ladder as text: a Markdown table of the rungs between the ceilings and the fits. Pure functions of rows."""
+"""A ladder as text: a Markdown table of the rungs between the ceilings and the fits; depths as llama-bench shows them. Pure functions of rows."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -8,69 +8,20 @@ if TYPE_CHECKING:
     from rollkv.tasks.generate import TextModel
     from rollkv.tasks.ladder_rows import Summary
 
-
-def markdown(model: "TextModel", rows: Sequence[Mapping[str, Any]], bounds: "Ceilings", summary: "Summary", depth: int) -> str:
-    """rows: those of row_dict and record, one a rung."""
-    ran = next((row for row in rows if row["outcome"] == "ran"), None)
-    machine = "" if ran is None else f", {ran['gpu'] or ran['backend']}"
-    parts = [
-        f"{model.path.name}{machine}: {depth} cells before decode, one load a rung",
-        ceilings_line(bounds),
-        _table(_HEADERS, [_line(row) for row in rows]),
-        "\n".join(_notes(rows)),
-        "\n".join(_fit_lines(summary)),
-    ]
-    return "\n\n".join(part for part in parts if part) + "\n"
+Row = Mapping[str, Any]
 
 
-_HEADERS = (
-    "rung", "resident", "in tail", "tail MiB", "pp tok/s", "tg tok/s", "ms/token", "stdev", "p99", "link GB/s", "of link", "exposed ms", "sum ms",
-    "overlap ms", "peak MiB", "limit MiB", "ttft s", "notes",
-)  # fmt: skip
+def ladder(model: "TextModel", rows: Sequence[Row], bounds: "Ceilings", summary: "Summary") -> str:
+    """Rungs of one depth. rows: those of row_dict, peer_row and record."""
+    title = f"{model.path.name}{_machine(rows)}: {rows[0]['depth']} {_cells(rows)} before decode" if rows else model.path.name
+    return _page(title, bounds, _table(_RUNG_HEADERS, [_rung_line(row) for row in rows], {0, len(_RUNG_HEADERS) - 1}), rows, summary)
 
 
-def _line(row: Mapping[str, Any]) -> tuple[str, ...]:
-    from rollkv.units import MIB
-
-    if row["outcome"] != "ran":
-        return (row["rung"], *[""] * (len(_HEADERS) - 2), "does not fit")
-    peak, limit = (None if row[name] is None else row[name] / MIB for name in ("peak_device_bytes", "limit_bytes"))
-    return (
-        row["rung"],
-        str(row["cells_in_window"]),
-        str(row["cells_in_tail"]),
-        f"{row['tail_bytes'] / MIB:.1f}",
-        _number(row["pp_tokens_per_second"], 1),
-        _number(row["tg_tokens_per_second"], 1),
-        *(_number(row[name], 3) for name in ("step_ms", "step_ms_stdev", "step_ms_p99")),
-        _number(row["tail_gbps"], 2),
-        _number(row["link_percent"], 0, " %"),
-        *(_number(row[name], 2) for name in ("exposed_ms", "predicted_sum_ms", "predicted_overlap_ms")),
-        _number(peak, 0),
-        _number(limit, 0),
-        _number(row["ttft_seconds"], 3),
-        ", ".join(_flags(row)),
-    )
-
-
-def _flags(row: Mapping[str, Any]) -> list[str]:
-    words = [f"spread {row['spread_percent']:.0f} %"] if row["spread_flag"] else []
-    words += [] if row["settled"] else ["not settled"]
-    if row["over_limit"]:
-        words.append("OVER CAP" if row["vram_target_bytes"] is not None else "over plan")
-    return words
-
-
-def _notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What the words of the last column mean, where they stand, and what is empty."""
-    words = " ".join(flag for row in rows if row["outcome"] == "ran" for flag in _flags(row))
-    notes = ["spread: the repetitions' median steps differ by more than 5 %"] if "spread" in words else []
-    notes += ["not settled: no two warm-up steps in a row came within 2 %"] if "not settled" in words else []
-    if any(row["outcome"] == "ran" and row["peak_device_bytes"] is None for row in rows):
-        notes.append("no device: nothing is known of peak memory and link, so columns that need them are empty")
-    if any(row["outcome"] == "ran" for row in rows) and all(row["exposed_ms"] is None for row in rows):
-        notes.append("no rung without a tail ran, so exposed time and predictions are not known")
-    return notes
+def depths(model: "TextModel", rows: Sequence[Row], bounds: "Ceilings") -> str:
+    """Two lines a row, prefill and decode behind its depth. bounds: those of the largest depth."""
+    title = f"{model.path.name}{_machine(rows)}: behind {_cells(rows)}; ceilings at the largest depth"
+    lines = [line for row in rows for line in _depth_lines(row)]
+    return _page(title, bounds, _table(_DEPTH_HEADERS, lines, {0, 1, len(_DEPTH_HEADERS) - 1}), rows, None)
 
 
 def ceilings_line(bounds: "Ceilings") -> str:
@@ -85,6 +36,100 @@ def ceilings_line(bounds: "Ceilings") -> str:
         f"ceilings: link {format_rate(rates.link_in)} in, {format_rate(rates.link_out)} out, {format_rate(rates.link_both)} both at once; "
         f"device memory {format_rate(rates.hbm)}; {traffic}; resident at most {bounds.roofline(0.0):.1f} tok/s"
     )
+
+
+def _page(title: str, bounds: "Ceilings", table: str, rows: Sequence[Row], summary: "Summary | None") -> str:
+    parts = [title, ceilings_line(bounds), table, "\n".join(_notes(rows)), "" if summary is None else "\n".join(_fit_lines(summary))]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _machine(rows: Sequence[Row]) -> str:
+    ran = next((row for row in rows if row["backend"] is not None), None)
+    return "" if ran is None else f", {ran['gpu'] or ran['backend']}"
+
+
+def _cells(rows: Sequence[Row]) -> str:
+    return "RANDOM cells (--fill random)" if any(row["fill"] == "random" for row in rows) else "cells"
+
+
+# -- rungs of a ladder ---------------------------------------------------------------------------------------------------------
+
+_RUNG_HEADERS = (
+    "rung", "resident", "in tail", "tail MiB", "pp tok/s", "tg tok/s", "ms/token", "stdev", "p99", "link GB/s", "of link", "exposed ms", "sum ms",
+    "overlap ms", "peak MiB", "limit MiB", "needle", "ttft s", "notes",
+)  # fmt: skip
+
+
+def _rung_line(row: Row) -> tuple[str, ...]:
+    return (
+        row["rung"],
+        _number(row["cells_in_window"], 0),
+        _number(row["cells_in_tail"], 0),
+        _mib(row["tail_bytes"], 1),
+        _number(row["pp_tokens_per_second"], 1),
+        _number(row["tg_tokens_per_second"], 1),
+        *(_number(row[name], 3) for name in ("step_ms", "step_ms_stdev", "step_ms_p99")),
+        _number(row["tail_gbps"], 2),
+        _number(row["link_percent"], 0, " %"),
+        *(_number(row[name], 2) for name in ("exposed_ms", "predicted_sum_ms", "predicted_overlap_ms")),
+        _mib(row["peak_device_bytes"], 0),
+        _mib(row["limit_bytes"], 0),
+        {True: "found", False: "MISSED", None: ""}[row["needle_found"]],
+        _number(row["ttft_seconds"], 3),
+        ", ".join(_flags(row)),
+    )
+
+
+# -- depths --------------------------------------------------------------------------------------------------------------------
+
+_DEPTH_HEADERS = ("rung", "test", "tok/s", "+/-", "resident", "in tail", "link GB/s", "of link", "peak MiB", "limit MiB", "notes")
+
+
+def _depth_lines(row: Row) -> list[tuple[str, ...]]:
+    notes = ", ".join(_flags(row))
+    tail = (_number(row["cells_in_window"], 0), _number(row["cells_in_tail"], 0), _number(row["tail_gbps"], 2))
+    cache = (*tail, _number(row["link_percent"], 0, " %"), _mib(row["peak_device_bytes"], 0), _mib(row["limit_bytes"], 0), notes)
+    lines = []
+    for kind, rest in (("pp", ("",) * len(cache)), ("tg", cache)):
+        if row[f"{kind}_test"] is not None:
+            rate = (_number(row[f"{kind}_tokens_per_second"], 2), _number(row[f"{kind}_tokens_per_second_stdev"], 2))
+            lines.append((row["rung"], row[f"{kind}_test"], *rate, *rest))
+    return lines
+
+
+# -- notes and fits ------------------------------------------------------------------------------------------------------------
+
+
+def _flags(row: Row) -> list[str]:
+    if row["outcome"] == "failed":
+        return [row["refusal"].replace("|", "/")]
+    if row["outcome"] != "ran":
+        return [row["outcome"]]
+    if row["peer"] is not None:
+        return [f"build {row['peer_build']}"]
+    words = [f"spread {row['spread_percent']:.0f} %"] if row["spread_flag"] else []
+    words += [f"pp spread {row['pp_spread_percent']:.0f} %"] if row["pp_spread_flag"] else []
+    words += [] if row["settled"] else ["not settled"]
+    if row["over_limit"]:
+        words.append("OVER CAP" if row["vram_target_bytes"] is not None else "over plan")
+    return words
+
+
+def _notes(rows: Sequence[Row]) -> list[str]:
+    """What the words of the last column mean, where they stand, and what is empty."""
+    ran = [row for row in rows if row["line"] != "peer" and row["outcome"] == "ran"]
+    words = " ".join(flag for row in ran for flag in _flags(row))
+    notes = ["spread: the repetitions' median steps, or their prefills (pp), differ by more than 5 %"] if "spread" in words else []
+    notes += ["not settled: no two warm-up steps in a row came within 2 %"] if "not settled" in words else []
+    if any(row["needle_found"] is False for row in ran):
+        notes.append("MISSED: the reply does not hold the number that stands at the beginning of the prompt")
+    if any(row["fill"] == "random" for row in ran):
+        notes.append("random cells: keys and values are drawn, not computed, so nothing is known of needle and ttft")
+    if any(row["peak_device_bytes"] is None for row in ran):
+        notes.append("no device: nothing is known of peak memory and link, so columns that need them are empty")
+    if ran and all(row["line"] == "rung" and row["exposed_ms"] is None for row in ran):
+        notes.append("no rung without a tail ran, so exposed time and predictions are not known")
+    return notes
 
 
 def _fit_lines(summary: "Summary") -> list[str]:
@@ -104,14 +149,22 @@ def _fit_lines(summary: "Summary") -> list[str]:
     return [*lines, f"verdict: {summary.verdict.words}"]
 
 
+# -- cells of a table ----------------------------------------------------------------------------------------------------------
+
+
 def _number(value: float | None, digits: int, unit: str = "") -> str:
     return "" if value is None else f"{value:.{digits}f}{unit}"
 
 
-def _table(headers: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """A Markdown table that reads as plain text too: numbers to the right, first and last column to the left."""
+def _mib(num_bytes: float | None, digits: int) -> str:
+    from rollkv.units import MIB
+
+    return "" if num_bytes is None else f"{num_bytes / MIB:.{digits}f}"
+
+
+def _table(headers: Sequence[str], lines: Sequence[Sequence[str]], left: set[int]) -> str:
+    """A Markdown table that reads as plain text too: numbers to the right, the columns of `left` to the left."""
     widths = [max(len(line[index]) for line in (headers, *lines)) for index in range(len(headers))]
-    left = {0, len(headers) - 1}
 
     def shown(line: Sequence[str]) -> str:
         words = (

@@ -1,7 +1,7 @@
 """Memory of a run: device slabs with an account by label, and host pages in pinned chunks.
 
 Device memory is taken in slabs of whole 2 MiB, the driver's own granule, and handed out in order; a reserved slab is used before a new
-one is taken. Nothing is handed back before `close`, so use is flat once everything is allocated. No managed memory.
+one is taken. Nothing is handed back before `close`, which gives back all, so use is flat once everything is allocated. No managed memory.
 """
 
 import ctypes
@@ -79,7 +79,7 @@ class DeviceMemory:
             self._calls.bindings.cuMemFree(slab.address)
 
     def close(self) -> None:
-        """Frees everything. May be called twice, also after the device has failed."""
+        """Frees everything; a new start may follow. May be called twice, also after the device has failed."""
         while self._slabs:
             self._calls.bindings.cuMemFree(self._slabs.pop().address)
         self.accounts.clear()
@@ -200,15 +200,27 @@ class PinnedMemory:
                 size //= 2
         return self._slots
 
-    def close(self) -> None:
-        """Frees everything. May be called twice. No copy may be under way."""
-        while self._pinned:
-            address, memory = self._pinned.pop()
-            self._calls.bindings.cuMemHostUnregister(address)
-            memory.close()
+    def free_pages(self) -> None:
+        """Frees what `pages` gave; the slots stay. No copy may be under way."""
+        slots = None if self._slots is None else self._slots.addresses[0]
+        kept = [(address, memory) for address, memory in self._pinned if address == slots]
+        for address, memory in self._pinned:
+            if address != slots:
+                self._unpin(address, memory)
+        self._pinned = kept
         self._pageable.clear()
+
+    def close(self) -> None:
+        """Frees everything; a new start may follow. May be called twice. No copy may be under way."""
+        self.free_pages()
+        while self._pinned:
+            self._unpin(*self._pinned.pop())
         self._slots = None
-        self.pinned_bytes = 0
+
+    def _unpin(self, address: int, memory: mmap.mmap) -> None:
+        self._calls.bindings.cuMemHostUnregister(address)
+        self.pinned_bytes -= len(memory)
+        memory.close()
 
     def _pin(self, num_bytes: int) -> int | None:
         """Memory of the operating system's, touched by several threads and then registered: twice as fast as cuMemHostAlloc, which makes its

@@ -1,10 +1,13 @@
 """A matrix on the device, in the form that csrc/quants.cuh reads."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
+from rollkv.backend import Loadable
+from rollkv.config import Dtype
 from rollkv.cuda.device import DeviceArray, Pointer
-from rollkv.quants import PLANE_ALIGNMENT, DeviceForm, device_form
+from rollkv.quants import PLANE_ALIGNMENT, DeviceForm, device_bytes, device_form
 
 _MAX_PLANES = 4
 
@@ -50,3 +53,10 @@ class CudaWeight:
     @property
     def columns(self) -> int:
         return self.form.columns
+
+
+def place(part: Loadable, empty: Callable[[str, tuple[int, ...], Dtype], DeviceArray]) -> CudaWeight | DeviceArray:
+    """What a part is loaded into: a matrix as it is multiplied with, or a vector, f32 [columns], in memory that empty(label, shape, dtype) gives."""
+    if len(part.shape) == 1:
+        return empty(part.name, part.shape, "f32")
+    return CudaWeight(part.name, part.shape, part.qtype, empty(part.name, (device_bytes(part.qtype, part.shape),), "u8"))

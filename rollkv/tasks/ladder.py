@@ -1,93 +1,144 @@
-"""Speed against the size of the tail: one run a rung.
+"""The words of a ladder: its rungs, what every rung does, and what was measured. Plain data; tasks/climb.py runs it."""
 
-Every rung loads the model anew with a window or a cap of its own, reads prompts of the same length and decodes the same number of tokens.
-A step's time runs from one chosen token to the next on the host's clock; the tail is what the cache says was copied in during the measured
-steps, not what was planned. Yields results, prints nothing.
-"""
-
-import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-
-import numpy as np
+from typing import Literal
 
 from rollkv.config import CacheConfig, ModelConfig
-from rollkv.engine import Engine, Progress
-from rollkv.errors import OutOfMemoryError, UsageError
-from rollkv.ladder_fit import Fit, agree, place_rungs, relative_spread
+from rollkv.errors import UsageError
+from rollkv.ladder_fit import relative_spread
 from rollkv.pages import pages_for
-from rollkv.prose import Draws, running_text
 from rollkv.units import format_size
 
-MIN_WARM_STEPS, MAX_WARM_STEPS = 4, 16  # a step is recorded in the second and replayed from the third on
-WARM_WITHIN = 0.02
+MAX_WARM_STEPS = 16
+REPLY_TOKENS = 24  # room for the answer to a needle: seven digits, and some words in front of them
 
 
 @dataclass(frozen=True)
 class Rung:
-    """One configuration to load."""
+    """One configuration to plan. depth: cells in the cache before the first step."""
 
     label: str
     cache: CacheConfig
+    depth: int
     vram_target: int | None = None  # bytes
 
 
 @dataclass(frozen=True)
 class Climb:
-    """What every rung does, and the rungs; or their number, of which the first is resident and the others are placed behind it."""
+    """What every rung does, and the rungs; behind the first, which is resident, num_placed - 1 more may be placed."""
 
-    depth: int
+    rungs: tuple[Rung, ...]
     num_steps: int
     repetitions: int
-    rungs: tuple[Rung, ...] = ()
+    fill: Literal["prompt", "random"] = "prompt"
+    num_prompt: int | None = None  # tokens behind the depth whose prefill is timed; None: the prefill of the depth itself is
     num_placed: int = 0
+    reload: bool = False  # load the weights for every rung, so that the device is free between them
+
+    @property
+    def times_depth(self) -> bool:
+        """Whether the prefill that is timed is that of the depth."""
+        return self.num_prompt is None and self.fill == "prompt"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What one repetition reads: ids for depth and prefill, or at least one. found: whether the reply to them, of reply_tokens ids, holds
+    what they ask for; None where they ask for nothing."""
+
+    ids: tuple[int, ...]
+    reply_tokens: int = 0
+    found: Callable[[Sequence[int]], bool] | None = None
+
+
+@dataclass(frozen=True)
+class Repetition:
+    """What one repetition measured."""
+
+    prefill_seconds: float | None
+    ttft_seconds: float | None
+    warm_steps: int
+    settled: bool  # whether the last two of them agreed
+    step_seconds: tuple[float, ...]
+    copied_bytes: tuple[int, ...]  # from the tail to the device, by step
+    position: int  # behind the last step
+    device_bytes: int | None
+    found: bool | None
 
 
 @dataclass(frozen=True)
 class RungResult:
-    """What was measured. Without runs: `refusal` says why it does not fit."""
+    """What was measured. Without repetitions: `refusal` says why it does not fit."""
 
     rung: Rung
+    climb: Climb
     refusal: str | None = None
-    prefill_seconds: tuple[float, ...] = ()  # one a repetition, like the next three
-    ttft_seconds: tuple[float, ...] = ()
-    step_seconds: tuple[tuple[float, ...], ...] = ()
-    warm_steps: tuple[tuple[int, bool], ...] = ()  # (steps, whether the last two agreed)
-    tail_bytes: float = 0.0  # copied in by the median step
+    repetitions: tuple[Repetition, ...] = ()
     cells_in_window: int | None = None
     cells_in_tail: int | None = None
-    peak_device_bytes: int | None = None
     planned_bytes: int | None = None
     machine: dict[str, object] | None = None
 
     @property
     def ran(self) -> bool:
-        return bool(self.step_seconds)
+        return bool(self.repetitions)
+
+    @property
+    def step_seconds(self) -> list[float]:
+        """Of all repetitions."""
+        return [step for repetition in self.repetitions for step in repetition.step_seconds]
 
     @property
     def seconds(self) -> float:
         """The median step of all repetitions."""
-        return median([step for steps in self.step_seconds for step in steps])
+        return median(self.step_seconds)
+
+    @property
+    def tail_bytes(self) -> float:
+        """Copied in by the median step."""
+        return float(median([size for repetition in self.repetitions for size in repetition.copied_bytes]))
+
+    @property
+    def prefill_seconds(self) -> list[float]:
+        """One a repetition; none where none was timed."""
+        return [rep.prefill_seconds for rep in self.repetitions if rep.prefill_seconds is not None]
+
+    @property
+    def ttft_seconds(self) -> list[float]:
+        return [rep.ttft_seconds for rep in self.repetitions if rep.ttft_seconds is not None]
+
+    @property
+    def peak_device_bytes(self) -> int | None:
+        return max((rep.device_bytes for rep in self.repetitions if rep.device_bytes is not None), default=None)
+
+    @property
+    def found(self) -> bool | None:
+        """Whether every needle was found; None without any."""
+        asked = [rep.found for rep in self.repetitions if rep.found is not None]
+        return all(asked) if asked else None
 
     @property
     def spread(self) -> float | None:
         """Of the repetitions' median steps."""
-        return relative_spread([median(steps) for steps in self.step_seconds])
+        return relative_spread([median(rep.step_seconds) for rep in self.repetitions])
+
+    @property
+    def prefill_spread(self) -> float | None:
+        return relative_spread(self.prefill_seconds)
 
 
-def context_size(depth: int, num_steps: int) -> int:
-    """Cells of prompt, warm-up and measured steps."""
-    return depth + MAX_WARM_STEPS + num_steps
+def context_size(depth: int, num_steps: int, num_prompt: int | None = None) -> int:
+    """Cells of depth, timed prefill, warm-up, measured steps and the reply to a needle."""
+    return depth + (num_prompt or 0) + max(MAX_WARM_STEPS + num_steps, REPLY_TOKENS)
 
 
-def resident_rung(cache: CacheConfig) -> Rung:
-    return Rung("resident", replace(cache, residency="full", window_cells=None))
+def resident_rung(cache: CacheConfig, depth: int) -> Rung:
+    return Rung("resident", replace(cache, residency="full", window_cells=None), depth)
 
 
-def tail_rungs(config: ModelConfig, cache: CacheConfig, tails: Sequence[float]) -> tuple[Rung, ...]:
+def tail_rungs(config: ModelConfig, cache: CacheConfig, depth: int, tails: Sequence[float]) -> tuple[Rung, ...]:
     """A rung for every size of the tail in bytes, to the nearest whole page and each once. Raises UsageError for a tail that the context
     does not have, or a model that has none."""
     total, page_bytes = pages_for(cache.ctx_size, cache.page_cells), tail_page_bytes(config, cache)
@@ -100,14 +151,13 @@ def tail_rungs(config: ModelConfig, cache: CacheConfig, tails: Sequence[float]) 
                 f"{format_size((total - 1) * page_bytes)}; lower --tail or raise --depth"
             )
         windowed = replace(cache, residency="window", window_cells=(total - pages) * cache.page_cells)
-        rungs[pages] = Rung(f"tail {format_size(pages * page_bytes)}", windowed) if pages else resident_rung(cache)
+        rungs[pages] = Rung(f"tail {format_size(pages * page_bytes)}", windowed, depth) if pages else resident_rung(cache, depth)
     return tuple(rungs.values())
 
 
-def cap_rungs(cache: CacheConfig, caps: Sequence[int]) -> tuple[Rung, ...]:
-    """A rung for every cap in bytes, each once."""
-    auto = replace(cache, residency="auto", window_cells=None)
-    return tuple(Rung(f"cap {format_size(cap)}", auto, cap) for cap in dict.fromkeys(caps))
+def cap_rung(cache: CacheConfig, depth: int, cap: int) -> Rung:
+    """Whatever fits under a cap in bytes stays resident."""
+    return Rung(f"cap {format_size(cap)}", replace(cache, residency="auto", window_cells=None), depth, cap)
 
 
 def tail_page_bytes(config: ModelConfig, cache: CacheConfig) -> int:
@@ -121,136 +171,3 @@ def tail_page_bytes(config: ModelConfig, cache: CacheConfig) -> int:
 def largest_tail(config: ModelConfig, cache: CacheConfig) -> int:
     """Bytes of the tail beside a window of one page."""
     return (pages_for(cache.ctx_size, cache.page_cells) - 1) * tail_page_bytes(config, cache)
-
-
-# -- the climb -----------------------------------------------------------------------------------------------------------------
-
-Open = Callable[[Rung], AbstractContextManager[Engine]]
-Prompt = Callable[[int], list[int]]
-ProgressFor = Callable[[str], Progress | None]
-Describe = Callable[[Engine], dict[str, object]]
-
-
-def prompt_ids(encode: Callable[[str], Sequence[int]], num_tokens: int, repetition: int) -> list[int]:
-    """num_tokens ids of prose behind a heading of the repetition's own."""
-    draws, characters = Draws(f"ladder {repetition}"), 8 * num_tokens + 64
-    heading = f"{draws.key()} {draws.digits(7)}\n\n"
-    while len(ids := encode(heading + running_text(characters, repetition))) < num_tokens:
-        characters *= 2
-    return list(ids[:num_tokens])
-
-
-def run_climb(
-    climb: Climb,
-    config: ModelConfig,
-    cache: CacheConfig,
-    link_rate: float | None,
-    open_engine: Open,
-    prompt: Prompt,
-    progress_for: ProgressFor,
-    describe: Describe,
-    clock: Callable[[], float] = time.perf_counter,
-) -> Iterator[RungResult]:
-    """Runs the rungs in their order. prompt(repetition) gives ids, climb.depth of them. A rung that does not fit is a result too.
-
-    Placed rungs stand around the knee that the overlap model expects behind the resident step and the measured link; without either they
-    are spread evenly. Raises CheckFailed on logits that are not finite, and what open_engine raises beside OutOfMemoryError.
-    """
-    todo = deque(climb.rungs or (resident_rung(cache),))
-    place = climb.num_placed
-    while todo:
-        rung = todo.popleft()
-        try:
-            with open_engine(rung) as engine:
-                result = _measure(engine, rung, climb, prompt, progress_for(rung.label), describe, clock)
-        except OutOfMemoryError as error:
-            result = RungResult(rung, refusal=str(error))
-        yield result
-        if place:
-            t0 = result.seconds if result.ran else None
-            tails = place_rungs(place, largest_tail(config, cache), Fit("overlap", t0, link_rate).knee_bytes())
-            todo.extend(other for other in tail_rungs(config, cache, tails) if other.cache.residency == "window")
-            place = 0
-
-
-def _measure(
-    engine: Engine,
-    rung: Rung,
-    climb: Climb,
-    prompt: Prompt,
-    on_progress: Progress | None,
-    describe: Describe,
-    clock: Callable[[], float],
-) -> RungResult:
-    prefills, ttfts, steps, warm, copied, used = [], [], [], [], [], []
-    runs = 1 + climb.repetitions
-    _warm_up(engine, prompt(climb.repetitions)[: engine.cache_config.ubatch], clock)
-    _tell(on_progress, 1, runs)
-    for repetition in range(climb.repetitions):
-        ids = prompt(repetition)
-        engine.reset()
-        begin = clock()
-        row = engine.prefill(ids)
-        prefills.append(clock() - begin)
-        token = int(row.argmax())
-        ttfts.append(clock() - begin)
-        token, count, settled = _settle(engine, token, clock)
-        warm.append((count, settled))
-        times = []
-        for _ in range(climb.num_steps):
-            before = engine.copied_bytes[0]
-            token, seconds = _step(engine, token, clock)
-            times.append(seconds)
-            copied.append(float(engine.copied_bytes[0] - before))
-        steps.append(tuple(times))
-        used.append(_device_bytes(engine))
-        _tell(on_progress, 2 + repetition, runs)
-    known = [size for size in used if size is not None]
-    cells = engine.budget.page_cells
-    tail = max(pages_for(engine.position, cells) - engine.budget.window_pages, 0) * cells
-    return RungResult(
-        rung,
-        prefill_seconds=tuple(prefills),
-        ttft_seconds=tuple(ttfts),
-        step_seconds=tuple(steps),
-        warm_steps=tuple(warm),
-        tail_bytes=median(copied),
-        cells_in_window=engine.position - tail,
-        cells_in_tail=tail,
-        peak_device_bytes=max(known) if known else None,
-        planned_bytes=engine.budget.total_bytes,
-        machine=describe(engine),
-    )
-
-
-def _warm_up(engine: Engine, ids: list[int], clock: Callable[[], float]) -> None:
-    """Loads and compiles what first use loads: a ubatch and some steps, which do not count."""
-    engine.reset()
-    _settle(engine, int(engine.prefill(ids).argmax()), clock)
-
-
-def _settle(engine: Engine, token: int, clock: Callable[[], float]) -> tuple[int, int, bool]:
-    """Steps until two in a row agree. (next token, steps, whether they did)."""
-    last = 0.0
-    for count in range(1, MAX_WARM_STEPS + 1):
-        token, seconds = _step(engine, token, clock)
-        if count >= MIN_WARM_STEPS and agree(last, seconds, WARM_WITHIN):
-            return token, count, True
-        last = seconds
-    return token, MAX_WARM_STEPS, False
-
-
-def _step(engine: Engine, token: int, clock: Callable[[], float]) -> tuple[int, float]:
-    begin = clock()
-    token = int(np.argmax(engine.decode(token)))
-    return token, clock() - begin
-
-
-def _device_bytes(engine: Engine) -> int | None:
-    use = engine.backend.device_use()
-    return None if use is None else use.used_bytes
-
-
-def _tell(on_progress: Progress | None, done: int, total: int) -> None:
-    if on_progress is not None:
-        on_progress(done, total)

@@ -10,6 +10,7 @@ from rollkv.ladder_fit import Fit, Point, Verdict, deviation, fit_overlap, fit_s
 from rollkv.metrics import upper_quantile
 from rollkv.tasks.ceilings import Ceilings, Rates
 from rollkv.tasks.ladder import RungResult
+from rollkv.tasks.peers import LLAMA_BENCH, PeerResult
 
 SPREAD_LIMIT = 0.05
 
@@ -49,8 +50,7 @@ def summarise(results: Sequence[RungResult], rates: Rates) -> Summary:
     resident = resident_seconds(results)
     errors: dict[str, float | None] = {"sum": None, "overlap": None}
     if resident is not None and rates.link_in is not None:
-        expected = (Fit("sum", resident, rates.link_in), Fit("overlap", resident, rates.link_in))
-        errors = {fit.model: fit.worst_error(points) for fit in expected}
+        errors = {fit.model: fit.worst_error(points) for fit in _expected(resident, rates.link_in)}
     return Summary(resident, fits, measured_knee(points, resident), judge(points, fits), errors)
 
 
@@ -60,27 +60,42 @@ def resident_seconds(results: Sequence[RungResult]) -> float | None:
     return median(times) if times else None
 
 
-def row_dict(result: RungResult, bounds: Ceilings, resident: float | None, depth: int) -> dict[str, object]:
-    """A rung as a flat row, with what the models predict from the resident step and the measured link."""
+def row_dict(result: RungResult, bounds: Ceilings, resident: float | None) -> dict[str, object]:
+    """A rung as a flat row, with what the models predict from the resident step and the measured link. Tests have llama-bench's names."""
+    rung, climb = result.rung, result.climb
     row: dict[str, object] = dict.fromkeys(ROW_FIELDS)
-    row |= {"rung": result.rung.label, "depth": depth, "outcome": "ran" if result.ran else "does not fit", "refusal": result.refusal}
+    row |= {
+        "rung": rung.label,
+        "depth": rung.depth,
+        "fill": climb.fill,
+        "outcome": "ran" if result.ran else "does not fit",
+        "refusal": result.refusal,
+        "tg_test": bench_name("tg", climb.num_steps, rung.depth),
+    }
+    prefilled = rung.depth if climb.times_depth else climb.num_prompt
+    if prefilled is not None:
+        row["pp_test"] = bench_name("pp", prefilled, 0 if climb.times_depth else rung.depth)
     if not result.ran:
         return row
-    link, seconds, tail = bounds.rates.link_in, result.seconds, result.tail_bytes
-    steps = [step for times in result.step_seconds for step in times]
-    predicted = {
-        name: Fit(name, resident, link).seconds(tail) if resident is not None and link is not None else None  # type: ignore[arg-type]
-        for name in ("sum", "overlap")
-    }
+    link, seconds, tail, steps = bounds.rates.link_in, result.seconds, result.tail_bytes, result.step_seconds
+    predicted: dict[str, float | None] = {"sum": None, "overlap": None}
+    if resident is not None and link is not None:
+        predicted = {model.model: model.seconds(tail) for model in _expected(resident, link)}
+    if prefilled is not None:
+        row |= {
+            "pp_tokens_per_second": prefilled / median(result.prefill_seconds),
+            "pp_tokens_per_second_stdev": deviation([prefilled / one for one in result.prefill_seconds]),
+            "ttft_seconds": median(result.ttft_seconds) if result.ttft_seconds else None,
+            "pp_spread_percent": _hundred(result.prefill_spread),
+        }
     return row | {
-        "repetitions": len(result.step_seconds),
-        "steps": len(result.step_seconds[0]),
+        "repetitions": len(result.repetitions),
+        "steps": climb.num_steps,
         "cells_in_window": result.cells_in_window,
         "cells_in_tail": result.cells_in_tail,
         "tail_bytes": tail,
-        "pp_tokens_per_second": depth / median(result.prefill_seconds),
-        "ttft_seconds": median(result.ttft_seconds),
         "tg_tokens_per_second": 1 / seconds,
+        "tg_tokens_per_second_stdev": deviation([1 / median(repetition.step_seconds) for repetition in result.repetitions]),
         "step_ms": _milli(seconds),
         "step_ms_stdev": _milli(deviation(steps)),
         "step_ms_p99": _milli(upper_quantile(np.array(steps), 0.99)),
@@ -91,27 +106,73 @@ def row_dict(result: RungResult, bounds: Ceilings, resident: float | None, depth
         "predicted_overlap_ms": _milli(predicted["overlap"]),
         "roofline_tokens_per_second": bounds.roofline(tail),
         "peak_device_bytes": result.peak_device_bytes,
-        "limit_bytes": result.rung.vram_target or result.planned_bytes,
+        "limit_bytes": rung.vram_target or result.planned_bytes,
         "over_limit": over_limit(result),
-        "warm_steps": max(count for count, _ in result.warm_steps),
-        "settled": all(settled for _, settled in result.warm_steps),
+        "needle_found": result.found,
+        "warm_steps": max(repetition.warm_steps for repetition in result.repetitions),
+        "settled": all(repetition.settled for repetition in result.repetitions),
         "spread_percent": _hundred(result.spread),
-        "spread_flag": result.spread is not None and result.spread > SPREAD_LIMIT,
+        "spread_flag": _too_wide(result.spread),
+        "pp_spread_flag": _too_wide(result.prefill_spread),
+    }
+
+
+def peer_row(result: PeerResult) -> dict[str, object]:
+    """A peer's run as a row of the same columns; its rates are means of its repetitions."""
+    row: dict[str, object] = dict.fromkeys(ROW_FIELDS)
+    for test in result.tests:
+        for kind, count, rate in (("pp", test.num_prompt, result.prefill), ("tg", test.num_steps, result.decode)):
+            if count:
+                row[f"{kind}_test"] = bench_name(kind, count, test.depth)
+                row[f"{kind}_tokens_per_second"] = rate.mean if rate is not None else None
+                row[f"{kind}_tokens_per_second_stdev"] = rate.deviation if rate is not None else None
+    return row | {
+        "rung": f"{LLAMA_BENCH} {result.setup.label}",
+        "depth": max(test.depth for test in result.tests),
+        "outcome": "ran" if result.failure is None else "failed",
+        "refusal": result.failure,
+        "repetitions": result.repetitions,
+        "step_ms": _milli(1 / result.decode.mean) if result.decode is not None else None,
+        "peer": LLAMA_BENCH,
+        "peer_build": result.build,
+        "peer_arguments": " ".join(result.arguments),
     }
 
 
 ROW_FIELDS = (
-    "rung", "depth", "outcome", "refusal", "repetitions", "steps", "cells_in_window", "cells_in_tail", "tail_bytes", "pp_tokens_per_second",
-    "ttft_seconds", "tg_tokens_per_second", "step_ms", "step_ms_stdev", "step_ms_p99", "tail_gbps", "link_percent", "exposed_ms",
-    "predicted_sum_ms", "predicted_overlap_ms", "roofline_tokens_per_second", "peak_device_bytes", "limit_bytes", "over_limit", "warm_steps",
-    "settled", "spread_percent", "spread_flag",
+    "rung", "depth", "fill", "outcome", "refusal", "repetitions", "steps", "cells_in_window", "cells_in_tail", "tail_bytes", "pp_test",
+    "pp_tokens_per_second", "pp_tokens_per_second_stdev", "ttft_seconds", "tg_test", "tg_tokens_per_second", "tg_tokens_per_second_stdev",
+    "step_ms", "step_ms_stdev", "step_ms_p99", "tail_gbps", "link_percent", "exposed_ms", "predicted_sum_ms", "predicted_overlap_ms",
+    "roofline_tokens_per_second", "peak_device_bytes", "limit_bytes", "over_limit", "needle_found", "warm_steps", "settled",
+    "spread_percent", "spread_flag", "pp_spread_percent", "pp_spread_flag", "peer", "peer_build", "peer_arguments",
 )  # fmt: skip
+
+
+def bench_name(kind: str, count: int, depth: int) -> str:
+    """ "pp512", or "tg64 @ d4096" behind cells."""
+    return f"{kind}{count}" + (f" @ d{depth}" if depth else "")
+
+
+def lost_needles(results: Sequence[RungResult]) -> list[str]:
+    """Labels of the rungs that missed a needle which a rung without a tail found: the same prompts must give the same replies."""
+    if not any(result.found and not result.tail_bytes for result in results if result.ran):
+        return []
+    return [result.rung.label for result in results if result.found is False]
 
 
 def over_limit(result: RungResult) -> bool | None:
     """Whether the process held more than its cap, or its plan where it had no cap; None where it cannot be known."""
     limit = result.rung.vram_target or result.planned_bytes
     return None if result.peak_device_bytes is None or limit is None else result.peak_device_bytes > limit
+
+
+def _expected(resident: float, link: float) -> tuple[Fit, Fit]:
+    """Both models with measured parameters instead of fitted ones."""
+    return Fit("sum", resident, link), Fit("overlap", resident, link)
+
+
+def _too_wide(spread: float | None) -> bool:
+    return spread is not None and spread > SPREAD_LIMIT
 
 
 def _points(results: Sequence[RungResult]) -> list[Point]:

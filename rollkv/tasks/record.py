@@ -62,11 +62,13 @@ def cache_facts(cache: CacheConfig, vram_target: int | None) -> dict[str, object
     }
 
 
-def machine_facts(engine: Engine | None) -> dict[str, object]:
-    """Backend, GPU and driver of a loaded engine, and what its budget made of the configuration. None: nothing was loaded."""
+def machine_facts(engine: Engine | None, link_rate: float | None = None) -> dict[str, object]:
+    """Backend, GPU and driver of a loaded engine, and what its budget made of the configuration. engine None: nothing was loaded.
+    link_rate: host to device, bytes a second, where it was measured."""
     facts: dict[str, object] = dict.fromkeys(
         ("backend", "gpu", "gpu_bytes", "driver_cuda", "link_gbps", "planned_device_bytes", "window_cells", "host_tail_bytes")
     )
+    facts["link_gbps"] = None if link_rate is None else link_rate / 1e9
     if engine is None:
         return facts
     facts["backend"] = engine.backend_name

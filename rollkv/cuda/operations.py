@@ -1,0 +1,154 @@
+"""The operations of rollkv.backend.Backend on one NVIDIA GPU, from kernels/ and gemm.py. Where their memory comes from is left open: the backend
+takes it from the device, a rehearsal from nowhere.
+"""
+
+from abc import ABC, abstractmethod
+
+import numpy as np
+
+from rollkv.backend import PageRun, Projected, RmsNorm
+from rollkv.config import Dtype, LayerConfig, PageFormat, RopeConfig
+from rollkv.cuda import gemm
+from rollkv.cuda.device import DeviceArray, Launcher
+from rollkv.cuda.kernels import add, attn_decode, attn_merge, attn_prefill, embed, linear_rows, qkv_append, rope_table
+from rollkv.cuda.weights_gpu import CudaWeight
+from rollkv.workspace import GEMM_WORKSPACE_BYTES, MAX_FEW_ROWS
+
+_OURS: dict[str, Dtype] = {"float32": "f32", "int32": "i32", "uint8": "u8"}
+
+
+class Operations(ABC):
+    """Everything is launched by `launcher`; num_sms: multiprocessors of the device."""
+
+    def __init__(self, launcher: Launcher, num_sms: int) -> None:
+        self.launcher = launcher
+        self._num_sms = num_sms
+        self._slab: DeviceArray | None = None  # u8: raw tensors while they load, dequantised weights of large products
+        self._large: gemm.LargeProducts | None = None
+        self._ropes: dict[RopeConfig, tuple[DeviceArray, float]] = {}
+
+    @abstractmethod
+    def empty(self, label: str, shape: tuple[int, ...], dtype: Dtype) -> DeviceArray: ...
+
+    @abstractmethod
+    def write(self, array: DeviceArray, values: np.ndarray) -> None: ...
+
+    @abstractmethod
+    def library(self, workspace: DeviceArray) -> gemm.Gemm:
+        """The vendor library, working in `workspace`, u8, from now on."""
+
+    def upload(self, label: str, values: np.ndarray) -> DeviceArray:
+        array = self.empty(label, values.shape, _OURS[values.dtype.name])
+        self.write(array, values)
+        return array
+
+    def reserve_linear(self, max_rows: int, max_columns: int, max_added: int, slab_bytes: int) -> None:
+        """Call it once, before weights load, which pass through the slab, and again behind `clear`."""
+        if self._slab is not None:
+            raise ValueError("reserve_linear was called before")
+        self._slab = self.empty("dequantised weights", (slab_bytes,), "u8")
+        if max_rows <= MAX_FEW_ROWS:
+            return
+        x16 = self.empty("f16 activations", (max_rows, max_columns), "f16")
+        row_scale = self.empty("row scales", (max_rows,), "f32")
+        products = self.empty("products", (max_rows, max_added), "f32")
+        library = self.library(self.empty("cuBLAS", (GEMM_WORKSPACE_BYTES,), "u8"))
+        self._large = gemm.LargeProducts(self.launcher, library, self._slab, x16, row_scale, products)
+
+    def forget_memory(self) -> None:
+        """What was taken for operations is about to be freed; reserve_linear may be called again."""
+        self._slab = self._large = None
+        self._ropes.clear()
+
+    def embed(self, tokens: DeviceArray, table: CudaWeight, scale: float, out: DeviceArray) -> None:
+        embed.embed(self.launcher, tokens, table, out, scale=scale)
+
+    def linear(
+        self,
+        x: DeviceArray,
+        weights: tuple[CudaWeight, ...],
+        out: DeviceArray,
+        *,
+        norm: RmsNorm | None = None,
+        bias: DeviceArray | None = None,
+        add: bool = False,
+    ) -> None:
+        if x.shape[0] > MAX_FEW_ROWS:
+            self._large_products(x).linear(x, weights, out, norm=norm, bias=bias, add=add)
+            return
+        column = 0
+        for weight in weights:
+            linear_rows.linear_rows(
+                self.launcher, x, weight, out, num_sms=self._num_sms, norm=norm, bias=bias, add=add, first_column=column
+            )
+            column += weight.rows
+
+    def feed_forward(
+        self,
+        x: DeviceArray,
+        norm: RmsNorm,
+        gate_up: tuple[CudaWeight, ...],
+        activation: str,
+        down: tuple[CudaWeight, ...],
+        out: DeviceArray,
+        scratch: DeviceArray,
+        *,
+        add: bool = False,
+    ) -> None:
+        if x.shape[0] > MAX_FEW_ROWS:
+            self._large_products(x).feed_forward(x, norm, gate_up, activation, down, out, scratch, add=add)
+            return
+        gated = scratch.view((x.shape[0], down[0].columns))
+        linear_rows.glu_rows(self.launcher, x, gate_up, gated, num_sms=self._num_sms, norm=norm, activation=activation)
+        self.linear(gated, down, out, add=add)
+
+    def _large_products(self, x: DeviceArray) -> gemm.LargeProducts:
+        if self._large is None or x.shape[0] > self._large.max_rows:
+            raise ValueError(f"{x.shape[0]} rows are more than reserve_linear was told of")
+        return self._large
+
+    def rope_table(self, rope: RopeConfig, position: DeviceArray, out: DeviceArray) -> None:
+        constants = self._ropes.get(rope)
+        if constants is None:  # a few hundred bytes, once a rotation, in the first step
+            frequency, magnitude = rope_table.table_constants(rope)
+            constants = self._ropes[rope] = self.upload("rope frequencies", frequency.view(np.uint8)), magnitude
+        rope_table.rope_table(self.launcher, position, constants[0], out, magnitude=constants[1])
+
+    def append(self, projected: Projected, position: DeviceArray, runs: tuple[PageRun, ...], page: PageFormat, first_position: int) -> None:
+        qkv_append.qkv_append(self.launcher, projected, position, runs, page, first_position)
+
+    def attend_rows(
+        self,
+        q: DeviceArray,
+        position: DeviceArray,
+        run: PageRun,
+        base_page: int,
+        layer: LayerConfig,
+        page: PageFormat,
+        scale: float,
+        part_out: DeviceArray,
+        part_lse: DeviceArray,
+    ) -> None:
+        attn_decode.attend_rows(self.launcher, q, position, run, base_page, layer, page, scale, part_out, part_lse)
+
+    def merge_rows(self, part_out: DeviceArray, part_lse: DeviceArray, num_parts: int, layer: LayerConfig, out: DeviceArray) -> None:
+        attn_merge.merge_rows(self.launcher, part_out, part_lse, num_parts, layer, out)
+
+    def attend_tile(
+        self,
+        q: DeviceArray,
+        position: DeviceArray,
+        run: PageRun,
+        layer: LayerConfig,
+        page: PageFormat,
+        scale: float,
+        state: DeviceArray,
+        *,
+        first: bool,
+        last: bool,
+        out: DeviceArray,
+    ) -> None:
+        attn_prefill.attend_tile(self.launcher, q, position, run, layer, page, scale, state, first=first, last=last, out=out)
+
+    def add(self, x: DeviceArray, y: DeviceArray, norm: RmsNorm | None = None) -> None:
+        add.add(self.launcher, x, y, norm)

@@ -272,12 +272,14 @@ def load(
     vram_target: int | None = None,
     backend: BackendName = "auto",
     device: int = 0,
+    portable: bool = False,
     warn: Callable[[str], None] = lambda message: None,
     on_load: Progress | None = None,
 ) -> Engine:
     """Opens a model and allocates everything; refuses before the weights load whatever would not fit.
 
-    vram_target: bytes this process may hold on the device, context included; None: what is free. `warn` takes one-line messages.
+    vram_target: bytes this process may hold on the device, context included; None: what is free. portable: the CUDA kernels that
+    every card can run, not those for this one. `warn` takes one-line messages.
     Raises ModelFileError, UnsupportedModelError, OutOfMemoryError, DeviceError, UsageError.
     """
     with open_model(path) as file:
@@ -286,7 +288,7 @@ def load(
             warn(
                 f"the context of {cache.ctx_size} cells is longer than the {config.context_length} that {config.name or path} was trained for"
             )
-        machine = _open_backend(backend, device, warn)
+        machine = _open_backend(backend, device, portable, warn)
         try:
             return load_on(machine, file, config, cache, vram_target, on_load)
         except BaseException:
@@ -320,13 +322,13 @@ def load_on(
     return Engine(machine, file, config, cache, budget, on_load)
 
 
-def _open_backend(name: BackendName, device: int, warn: Callable[[str], None]) -> Backend:
+def _open_backend(name: BackendName, device: int, portable: bool, warn: Callable[[str], None]) -> Backend:
     if name == "host":
         return HostBackend()
     from rollkv.cuda.backend import CudaBackend  # here, so that host runs and plans do not wait for the bindings
 
     try:
-        return CudaBackend(device, warn=warn)
+        return CudaBackend(device, portable=portable, warn=warn)
     except DeviceError as error:
         if name == "cuda":
             raise

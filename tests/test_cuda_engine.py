@@ -1,19 +1,25 @@
 """The CUDA engine against the host engine on the fixture models, and against itself with other residencies, bit for bit."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
 import engines
-from rollkv.config import CacheConfig
-from rollkv.engine import Engine, load
+from rollkv.engine import Engine
 
 pytestmark = pytest.mark.gpu
 
 PAGE = 64
 
 
-def cuda_engine(model: str, config: CacheConfig) -> Engine:
-    return load(engines.FIXTURES / f"{model}.gguf", config, backend="cuda")
+Make = Callable[..., Engine]
+
+
+@pytest.fixture
+def cuda_engine(load_cuda: Make) -> Make:
+    """Takes the name of a fixture model and a CacheConfig."""
+    return lambda model, config, **options: load_cuda(engines.FIXTURES / f"{model}.gguf", config, **options)
 
 
 def rows_of(engine: Engine, tokens: list[int], prompt: int) -> np.ndarray:
@@ -25,7 +31,7 @@ def rows_of(engine: Engine, tokens: list[int], prompt: int) -> np.ndarray:
 
 @pytest.mark.parametrize("model", engines.MODELS)
 @pytest.mark.parametrize("prompt", [150, 10])
-def test_cuda_agrees_with_the_host(model: str, prompt: int) -> None:
+def test_cuda_agrees_with_the_host(model: str, prompt: int, cuda_engine: Make) -> None:
     """A long prompt goes through the large products, a short one and the single steps through the batch-invariant ones."""
     want = engines.fixture(model)
     tokens = want["tokens"].tolist()
@@ -37,7 +43,7 @@ def test_cuda_agrees_with_the_host(model: str, prompt: int) -> None:
 
 
 @pytest.mark.parametrize("model", engines.MODELS)
-def test_greedy_continuation_equals_the_stored_one(model: str) -> None:
+def test_greedy_continuation_equals_the_stored_one(model: str, cuda_engine: Make) -> None:
     want = engines.fixture(model)
     with cuda_engine(model, engines.cache(56, page_cells=PAGE)) as engine:
         assert list(engine.generate_ids(want["tokens"][:32].tolist(), 24)) == want["greedy"].tolist()
@@ -45,7 +51,7 @@ def test_greedy_continuation_equals_the_stored_one(model: str) -> None:
 
 @pytest.mark.parametrize("kv,value_kv", [("f16", "f16"), ("f32", "f32"), ("bf16", "f16")])
 @pytest.mark.parametrize("model", engines.MODELS)
-def test_every_window_gives_the_resident_bits(model: str, kv: str, value_kv: str) -> None:
+def test_every_window_gives_the_resident_bits(model: str, kv: str, value_kv: str, cuda_engine: Make) -> None:
     tokens = engines.fixture(model)["tokens"].tolist() * 5
     options = {"page_cells": PAGE, "kv": kv, "value_kv": value_kv, "ubatch": 200}
     resident = rows_of(cuda_engine(model, engines.cache(800, **options)), tokens, 700)  # type: ignore[arg-type]
@@ -56,7 +62,7 @@ def test_every_window_gives_the_resident_bits(model: str, kv: str, value_kv: str
 
 
 @pytest.mark.parametrize("length", [1, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE - 1, 2 * PAGE, 2 * PAGE + 1])
-def test_lengths_around_pages_and_windows(length: int) -> None:
+def test_lengths_around_pages_and_windows(length: int, cuda_engine: Make) -> None:
     want = engines.fixture("qwen2")
     tokens = want["tokens"][: length + 3].tolist()
     got = rows_of(cuda_engine("qwen2", engines.cache(length + 3, page_cells=PAGE, window=PAGE, kv="f16")), tokens, length)
@@ -64,7 +70,7 @@ def test_lengths_around_pages_and_windows(length: int) -> None:
     assert np.abs(got - want["logits"][: length + 3]).max() <= 6 * want["err_f16"].max()
 
 
-def test_closing_gives_everything_back() -> None:
+def test_closing_gives_everything_back(cuda_engine: Make) -> None:
     """A context opened afterwards is as large as one opened before, by this process's own account."""
     from rollkv.cuda.backend import CudaBackend
 
@@ -77,7 +83,7 @@ def test_closing_gives_everything_back() -> None:
         assert after.memory_used_bytes() <= used + (8 << 20)
 
 
-def test_a_tail_that_cannot_be_pinned_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tail_that_cannot_be_pinned_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch, cuda_engine: Make) -> None:
     """Only the staging buffer is pinned: the tail is pageable, said aloud, and steps are not recorded."""
     from rollkv.cuda.memory import STAGE_BYTES, PinnedMemory
 
@@ -87,12 +93,12 @@ def test_a_tail_that_cannot_be_pinned_gives_the_same_bits(monkeypatch: pytest.Mo
     pin, said = PinnedMemory._pin, []
     monkeypatch.setattr(PinnedMemory, "_pin", lambda self, size: pin(self, size) if size == 2 * STAGE_BYTES else None)
     windowed = engines.cache(480, page_cells=PAGE, kv="f16", ubatch=200, window=PAGE)
-    engine = load(engines.FIXTURES / "qwen3.gguf", windowed, backend="cuda", warn=said.append)
+    engine = cuda_engine("qwen3", windowed, warn=said.append)
     assert not engine.backend.can_record and any("pinned" in message for message in said)
     np.testing.assert_array_equal(rows_of(engine, tokens, 400), resident)
 
 
-def test_recorded_steps_cross_pages_and_sequences() -> None:
+def test_recorded_steps_cross_pages_and_sequences(cuda_engine: Make) -> None:
     """Steps run directly, recorded and replayed, over page borders and in a second, shorter sequence, as often as the host engine does."""
     tokens = engines.fixture("gemma3")["tokens"].tolist() * 3
     for window in (None, PAGE):

@@ -46,6 +46,7 @@ def generate(
         str, typer.Option(metavar="auto|cuda|host", help="GPU, or the slow reference in NumPy; auto takes a GPU if usable.")
     ] = "auto",
     device: Annotated[int, typer.Option(metavar="INDEX", help="Which GPU.")] = 0,
+    portable: options.Portable = False,
     output: options.Output = "text",
     verbose: Annotated[
         bool, typer.Option("-v", "--verbose", help="Show model, first prompt ids, stop tokens and the budget on stderr.")
@@ -81,7 +82,16 @@ def generate(
     if verbose:
         _describe_prompt(opened, prompt_tokens)
     with report.PhaseProgress("loading", format_size) as loading:
-        engine = load(opened.path, cache, vram_target=cap, backend=backend, device=device, warn=report.warn, on_load=loading)  # type: ignore[arg-type]
+        engine = load(
+            opened.path,
+            cache,
+            vram_target=cap,
+            backend=backend,  # type: ignore[arg-type]
+            device=device,
+            portable=portable,
+            warn=report.warn,
+            on_load=loading,
+        )
     with engine, report.PhaseProgress("prompt") as progress:
         if verbose:
             report.note(f"{engine.backend_name} backend\n{report.budget_table(engine.budget)}")

@@ -48,6 +48,7 @@ def ladder(
         str, typer.Option(metavar="auto|cuda|host", help="GPU, or the slow reference in NumPy, which has no ceilings.")
     ] = "auto",
     device: Annotated[int, typer.Option(metavar="INDEX", help="Which GPU.")] = 0,
+    portable: options.Portable = False,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it (PNG, SVG or PDF); needs matplotlib.")] = None,
     output: Annotated[str, typer.Option("-o", "--output", metavar="md|json|jsonl|csv", help="Form of the result on stdout.")] = "md",
 ) -> None:
@@ -71,7 +72,7 @@ def ladder(
     climb = _climb(opened, cache, cells, n_predict, repetitions, vram_target, tail, steps)
     bounds = ceilings(opened.path, _rates(backend, device), cache, cells)
     report.note(ladder_text.ceilings_line(bounds))
-    found, interrupted = _run(opened, climb, cache, bounds.rates, backend, device)
+    found, interrupted = _run(opened, climb, cache, bounds.rates, backend, device, portable)
     if not any(result.ran for result in found) and not interrupted:
         raise OutOfMemoryError(f"no rung fits; the first: {found[0].refusal}")
     _finish(opened, found, bounds, cells, plot, output, interrupted)
@@ -170,7 +171,7 @@ def _rates(backend: str, device: int) -> "Rates":
 
 
 def _run(
-    model: "TextModel", climb: "Climb", cache: "CacheConfig", rates: "Rates", backend: str, device: int
+    model: "TextModel", climb: "Climb", cache: "CacheConfig", rates: "Rates", backend: str, device: int, portable: bool
 ) -> "tuple[list[RungResult], bool]":
     """(results so far, whether it was interrupted)."""
     from rollkv import report
@@ -189,6 +190,7 @@ def _run(
                 vram_target=rung.vram_target,
                 backend=backend,  # type: ignore[arg-type]
                 device=device,
+                portable=portable,
                 warn=warn,
                 on_load=loading,
             )

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 
@@ -46,7 +47,8 @@ class _LinearScratch:
 class CudaBackend:
     """See the module and rollkv.backend.Backend. Raises DeviceError for an unusable machine, told apart by kind, before anything is taken.
 
-    context_bytes: device memory of the process once the context existed. `warn` takes one-line messages.
+    context_bytes: device memory of the process once the context existed. `warn` takes one-line messages. portable: the kernels that every
+    card from compute capability 8.0 on can run, instead of those written for this card's generation; results differ by rounding alone.
     """
 
     name = "cuda"
@@ -58,6 +60,7 @@ class CudaBackend:
         cap_bytes: int | None = None,
         host_chunk_bytes: int = HOST_CHUNK_BYTES,
         warn: Callable[[str], None] = lambda message: None,
+        portable: bool = False,
         calls: DriverCalls | None = None,
     ) -> None:
         self._calls = calls or DriverCalls()
@@ -67,7 +70,7 @@ class CudaBackend:
         self._context = Context(self._calls, self.facts)
         self.context_bytes = self._context.context_bytes
         streams = self._context.streams
-        self.launcher = Launcher(self._calls, arch_name(*self.facts.capability), streams, cache)
+        self.launcher = Launcher(self._calls, arch_name(*self.facts.capability, portable=portable), streams, cache)
         self._memory = DeviceMemory(self._calls, cap_bytes, self._context.used_bytes)
         self._pinned = PinnedMemory(self._calls, host_chunk_bytes, warn)
         self._events = Events(self._calls, streams)
@@ -109,6 +112,10 @@ class CudaBackend:
     def free_bytes(self) -> int:
         """Device memory that can still be had."""
         return self._context.free_bytes()
+
+    def handle(self, stream: Stream) -> Any:
+        """The driver's handle of a stream, for work beside the operations."""
+        return self._context.streams[stream]
 
     # -- memory ----------------------------------------------------------------------------------------------------------------
     def reserve(self, num_bytes: int) -> None:

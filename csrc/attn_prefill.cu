@@ -25,11 +25,6 @@ struct alignas(4 * kCount) Floats {
   float x[kCount];
 };
 
-template <bool kValue>
-struct Constant {
-  static constexpr bool value = kValue;
-};
-
 // This thread's share of kCells rows of D elements, on its way from the pool to shared memory.
 template <typename T, int kDim>
 struct TileShare {

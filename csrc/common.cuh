@@ -75,6 +75,12 @@ __device__ __forceinline__ float from_float<float>(float value) {
   return value;
 }
 
+// A constant as an argument: a generic lambda is compiled once for each.
+template <bool kValue>
+struct Constant {
+  static constexpr bool value = kValue;
+};
+
 // ---- loads ------------------------------------------------------------------------------------------------------------------------
 
 // 16 aligned bytes that are read once and that nothing writes while the kernel runs: not kept in L1.

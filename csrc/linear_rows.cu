@@ -4,8 +4,8 @@
 // Quantised weights: codes are signed bytes, and so are the three digits of x: within 32 columns x = scale * (d0 + d1 / 256 + d2 / 65536), scale the power of
 // two that brings the largest to [63.5, 127], rounded once at 2^-23 of it. Row t of x becomes the columns 3t, 3t+1, 3t+2 of the B operand, 16 weight
 // rows are the A operand, and mma.m16n8k32 over bytes is exact; what is rounded further is the float32 summation alone: acc =
-// fma(scale of the weights, scale of the digit * mma sum, acc). For types with a shift the codes are centred and acc = fma(shift + centre *
-// scale, sum of x over the group, acc), the sum being taken once when x is staged. A column with an infinity or a NaN makes its row NaN.
+// fma(scale of the weights, scale of the digit * mma sum, acc). For types with a shift also acc = fma(shift, sum of x over
+// the group, acc), the sum being taken once when x is staged. A column with an infinity or a NaN makes its row NaN.
 // Other weights: a float32 is the exact sum of three bf16 numbers (8 bits of its significand each), F16 of two: exact products of mma.m16n8k16.
 // One row of x fills 3 of the 8 columns: the tensor cores idle while memory is busy, and two rows cost no more than one.
 //
@@ -219,7 +219,7 @@ struct Product {
     for (int i = 0; i < 2 * kRuns; i++) {
       const int h = i & 1, m = i >> 1;
       scale[h][m] = q.scale(h, step, s, m);
-      if constexpr (Q::kHasShift) shift[h][m] = __fmaf_rn(float(Q::kZero), scale[h][m], q.shift(h, step, s, m));
+      if constexpr (Q::kHasShift) shift[h][m] = q.shift(h, step, s, m);
     }
 #pragma unroll
     for (int n = 0; n < kBlocksN; n++) {

@@ -6,7 +6,8 @@
 // Common to all types:
 //   kSpan       columns of a span            kGroup    neighbouring columns that share a scale
 //   kScaled     weight = scale * code (+ shift), rounded as the oracle rounds; else a floating-point number
-//   kHasShift   there is a shift; the codes of `bytes` are then less by kZero, so that the products with them are small sums
+//   kHasShift   there is a shift
+//   kZero       what the codes of `bytes` are less by, and the levels with them; 0 where there is a shift
 //   kScaled:    bytes(step, s, m, h), four codes as signed bytes: columns 4 t + 0, 2, 1, 3 of 32 s + 16 m, row g + 8 h: the A operand of
 //               mma.m16n8k32 over bytes, its k order permuted so that it takes least work to make
 //   else:       kParts bf16 numbers whose sum is the weight, exactly: fragment(step, register, part)
@@ -41,6 +42,7 @@ __device__ __forceinline__ uint2 load8(const u8* address) { return __ldg(reinter
 // Four unsigned codes less kZero <= 32, as signed bytes: no byte borrows from its neighbour.
 template <int kZero>
 __device__ __forceinline__ u32 centre(u32 codes) {
+  if constexpr (kZero == 0) return codes;
   return ((codes | 0x80808080u) - u32(kZero) * 0x01010101u) ^ 0x80808080u;
 }
 
@@ -214,8 +216,7 @@ struct Quant<Q8_0> : BlockScale {
   __device__ __forceinline__ float scale(int h, int step, int s, int m) const { return BlockScale::scale(h, s); }
 };
 
-// 4-bit codes, and 5-bit ones whose fifth bit has a plane of its own. Without a shift the code's centre is part of the definition
-// (levels are code - kZero); with one it is ours (levels are codes).
+// 4-bit codes, and 5-bit ones whose fifth bit has a plane of its own.
 template <int kZeroCode, bool kFifthBit, typename Scales>
 struct Block4 : Scales {
   static constexpr int kSpan = 64, kGroup = 32, kZero = kZeroCode;
@@ -236,16 +237,16 @@ struct Block4 : Scales {
     return centre<kZero>(q.bytes(step, s, m, h));
   }
   __device__ __forceinline__ float level(int step, int reg, int e) const {
-    return small_int(pair(step, reg) >> (16 * e) & 31, Scales::kHasShift ? 0.0f : float(kZero));
+    return small_int(pair(step, reg) >> (16 * e) & 31, kZero);
   }
   __device__ __forceinline__ float scale(int h, int step, int s, int m) const { return Scales::scale(h, s); }
   __device__ __forceinline__ float shift(int h, int step, int s, int m) const { return Scales::shift(h, s); }
 };
 
 template <> struct Quant<Q4_0> : Block4<8, false, BlockScale> {};
-template <> struct Quant<Q4_1> : Block4<8, false, BlockScaleShift> {};
+template <> struct Quant<Q4_1> : Block4<0, false, BlockScaleShift> {};
 template <> struct Quant<Q5_0> : Block4<16, true, BlockScale> {};
-template <> struct Quant<Q5_1> : Block4<16, true, BlockScaleShift> {};
+template <> struct Quant<Q5_1> : Block4<0, true, BlockScaleShift> {};
 
 // ---- 4-bit codes of a table of 16 levels ------------------------------------------------------------------------------------------
 
@@ -328,9 +329,9 @@ struct PackedScales {
   }
 };
 
-template <int kZeroCode, bool kFifthBit>
+template <bool kFifthBit>
 struct SuperBlock4 {
-  static constexpr int kSpan = 256, kGroup = 32, kZero = kZeroCode;
+  static constexpr int kSpan = 256, kGroup = 32, kZero = 0;
   static constexpr bool kScaled = true, kHasShift = true;
   CodeWords<4, 4> q;
   CodeWords<1, 4> fifth;
@@ -349,20 +350,20 @@ struct SuperBlock4 {
     return q.pair(step, reg);
   }
   __device__ __forceinline__ u32 bytes(int step, int s, int m, int h) const {
-    if constexpr (kFifthBit) return centre<kZero>(q.bytes(step, s, m, h) | fifth.template bytes<4>(step, s, m, h));
-    return centre<kZero>(q.bytes(step, s, m, h));
+    if constexpr (kFifthBit) return q.bytes(step, s, m, h) | fifth.template bytes<4>(step, s, m, h);
+    return q.bytes(step, s, m, h);
   }
   __device__ __forceinline__ float level(int step, int reg, int e) const { return small_int(pair(step, reg) >> (16 * e) & 31); }
   __device__ __forceinline__ float scale(int h, int step, int s, int m) const { return packed.scale(h, step * 2 + s); }
   __device__ __forceinline__ float shift(int h, int step, int s, int m) const { return packed.shift(h, step * 2 + s); }
 };
 
-template <> struct Quant<Q4_K> : SuperBlock4<8, false> {};
-template <> struct Quant<Q5_K> : SuperBlock4<16, true> {};
+template <> struct Quant<Q4_K> : SuperBlock4<false> {};
+template <> struct Quant<Q5_K> : SuperBlock4<true> {};
 
 template <>
 struct Quant<Q2_K> {
-  static constexpr int kSpan = 256, kGroup = 16, kZero = 2;
+  static constexpr int kSpan = 256, kGroup = 16, kZero = 0;
   static constexpr bool kScaled = true, kHasShift = true;
   CodeWords<2, 4> q;
   uint4 scales[2];  // a byte a group of 16: scale in the low nibble, shift in the high one
@@ -379,7 +380,7 @@ struct Quant<Q2_K> {
     const uint4& r = scales[h];
     return step == 0 ? r.x : step == 1 ? r.y : step == 2 ? r.z : r.w;
   }
-  __device__ __forceinline__ u32 bytes(int step, int s, int m, int h) const { return centre<kZero>(q.bytes(step, s, m, h)); }
+  __device__ __forceinline__ u32 bytes(int step, int s, int m, int h) const { return q.bytes(step, s, m, h); }
   __device__ __forceinline__ float level(int step, int reg, int e) const { return small_int(q.pair(step, reg) >> (16 * e) & 3); }
   __device__ __forceinline__ float scale(int h, int step, int s, int m) const {
     return __fmul_rn(low_half(h ? dm.y : dm.x), byte_value(scale_word(h, step) & 0x0f0f0f0fu, s * 2 + m));

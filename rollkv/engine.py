@@ -319,21 +319,23 @@ def load(
     vram_target: int | None = None,
     backend: BackendName = "auto",
     device: int = 0,
+    portable: bool = False,
     warn: Callable[[str], None] = lambda message: None,
     on_load: Progress | None = None,
     phases: Phases | None = None,
 ) -> Engine:
     """Opens a model and allocates everything; refuses before the weights load whatever would not fit.
 
-    vram_target: bytes this process may hold on the device, context included; None: what is free. `warn` takes one-line messages, `phases`
-    the time of each part of loading. Raises ModelFileError, UnsupportedModelError, OutOfMemoryError, DeviceError, UsageError.
+    vram_target: bytes this process may hold on the device, context included; None: what is free. portable: the CUDA kernels that
+    every card can run, not those for this one. `warn` takes one-line messages, `phases` the time of each part of loading.
+    Raises ModelFileError, UnsupportedModelError, OutOfMemoryError, DeviceError, UsageError.
     """
     phases = phases or Phases()
     with open_model(path) as file:
         config = model_config(file)
         phases.ends("header")
         check_length(config, cache.ctx_size, path, warn)
-        machine = _open_backend(backend, device, vram_target, warn)
+        machine = _open_backend(backend, device, vram_target, portable, warn)
         phases.ends("device")
         try:
             return load_on(machine, file, config, cache, vram_target, on_load, phases)
@@ -390,13 +392,13 @@ def plan_on(
     return budget
 
 
-def _open_backend(name: BackendName, device: int, cap_bytes: int | None, warn: Callable[[str], None]) -> Backend:
+def _open_backend(name: BackendName, device: int, cap_bytes: int | None, portable: bool, warn: Callable[[str], None]) -> Backend:
     if name == "host":
         return HostBackend()
     from rollkv.cuda.backend import CudaBackend  # here, so that host runs and plans do not wait for the bindings
 
     try:
-        return CudaBackend(device, cap_bytes=cap_bytes, warn=warn)  # which refuses whatever the plan forgot
+        return CudaBackend(device, cap_bytes=cap_bytes, portable=portable, warn=warn)  # which refuses whatever the plan forgot
     except DeviceError as error:
         if name == "cuda":
             raise

@@ -71,7 +71,9 @@ class KVCache:
 
     def plan(self, position: int, num_tokens: int) -> tuple[StepPages, ...]:
         """What a step that appends cells position .. position + num_tokens - 1 does to the pages of every layer. Changes nothing."""
-        return tuple(layout.step(position, num_tokens) for layout in self._layouts)
+        # Layers are alike but for a few kinds: computed for each of 36 this took 0.7 ms of every decode step.
+        steps = {layout: layout.step(position, num_tokens) for layout in dict.fromkeys(self._layouts)}
+        return tuple(steps[layout] for layout in self._layouts)
 
     def begin_append(self, position: int, num_tokens: int) -> None:
         """Plans a step that appends cells position .. position + num_tokens - 1 and attends to nothing: no page is copied in."""

@@ -1,8 +1,8 @@
 """Marker `gpu`, the fixture `cuda`, and a header that names the versions a run was made with."""
 
 import importlib.metadata
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -24,6 +24,10 @@ def _gpu() -> tuple[Any, str]:
         return None, str(error)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--portable", action="store_true", help="run the GPU tests with the kernels for any card, not those for this one")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and _gpu()[0] is None:
@@ -43,11 +47,25 @@ def pytest_report_header() -> str:
     return f"packages: {', '.join(versions)}\nGPU: {device}"
 
 
+@pytest.fixture(scope="session")
+def portable(pytestconfig: pytest.Config) -> bool:
+    """Whether --portable was given."""
+    return bool(pytestconfig.getoption("--portable"))
+
+
 @pytest.fixture
-def cuda() -> Iterator[Any]:
+def load_cuda(portable: bool) -> Callable[..., Any]:
+    """rollkv.engine.load on the CUDA backend."""
+    from rollkv.engine import load
+
+    return partial(load, backend="cuda", portable=portable)
+
+
+@pytest.fixture
+def cuda(portable: bool) -> Iterator[Any]:
     """A CudaBackend on device 0, with room for products of up to 512 rows of 4096 columns."""
     from rollkv.cuda.backend import CudaBackend
 
-    with CudaBackend(0) as backend:
+    with CudaBackend(0, portable=portable) as backend:
         backend.reserve_linear(512, 4096, 4096, 16 << 20)
         yield backend

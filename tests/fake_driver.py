@@ -37,6 +37,12 @@ class FakeDriver:
     CUmemorytype = SimpleNamespace(CU_MEMORYTYPE_HOST=1, CU_MEMORYTYPE_DEVICE=2)
     CUDA_MEMCPY2D = SimpleNamespace
     CUfunction_attribute = SimpleNamespace(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES=8)
+    CUtensorMapDataType = SimpleNamespace(CU_TENSOR_MAP_DATA_TYPE_FLOAT16=6)
+    CUtensorMapInterleave = SimpleNamespace(CU_TENSOR_MAP_INTERLEAVE_NONE=0)
+    CUtensorMapSwizzle = SimpleNamespace(CU_TENSOR_MAP_SWIZZLE_128B=3)
+    CUtensorMapL2promotion = SimpleNamespace(CU_TENSOR_MAP_L2_PROMOTION_L2_256B=3)
+    CUtensorMapFloatOOBfill = SimpleNamespace(CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE=0)
+    cuuint32_t = cuuint64_t = int
 
     def __init__(self, *, version: int = 13000, devices: int = 1, capability: tuple[int, int] = (9, 0), device_limit: int = 1 << 30):
         self.version, self.devices, self.capability = version, devices, capability
@@ -190,6 +196,10 @@ class FakeDriver:
         return self.cuLaunchKernel(
             function, *grid, config.blockDimX, config.blockDimY, config.blockDimZ, config.sharedMemBytes, config.hStream, params, extra
         )
+
+    def cuTensorMapEncodeTiled(self, kind: int, rank: int, address: int, *rest: Any) -> tuple[int, Any]:
+        content = ctypes.create_string_buffer(address.to_bytes(8, "little") * 16, 128)
+        return 0, SimpleNamespace(content=content, getPtr=lambda: ctypes.addressof(content))
 
     def cuLaunchKernel(self, function: str, *rest: Any) -> tuple[int]:
         *shape, stream, params, _ = rest

@@ -96,7 +96,7 @@ def test_options_reach_the_engine(scripted, capsys):
     engine = scripted([5, 6])
     options = "--temp 0.5 --top-k 3 --top-p 0.9 --min-p 0.1 --repeat-penalty 1.2 --repeat-last 7 --seed 9".split()
     options += "--vram-target 2GiB --residency window --window 512 --ubatch 128 --cache-type-k bf16 --cache-type-v f32".split()
-    options += "--backend cuda --device 2 -n 2 -c 100 --ignore-eos".split()
+    options += "--backend cuda --device 2 --portable -n 2 -c 100 --ignore-eos".split()
     assert rollkv("generate", "-m", LLAMA, "--prompt-ids", "3, 4\n5", *options, "-o", "json") == 0
     sampling = engine.asked["sampling"]
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.5, 3, 0.9, 0.1)
@@ -104,7 +104,7 @@ def test_options_reach_the_engine(scripted, capsys):
     assert engine.asked["prompt_ids"] == [3, 4, 5] and engine.asked["num_tokens"] == 2 and engine.asked["stop_ids"] == frozenset()
     assert engine.loaded["cache"] == CacheConfig(100, 256, "bf16", "f32", 128, "window", 512)
     assert (engine.loaded["vram_target"], engine.loaded["backend"], engine.loaded["device"]) == (2 << 30, "cuda", 2)
-    assert engine.closed
+    assert engine.loaded["portable"] is True and engine.closed
     result = json.loads(capsys.readouterr().out)
     assert result["prompt_ids"] == [3, 4, 5] and result["ids"] == [5, 6] and result["stop_reason"] == "length"
     assert result["budget"]["device_bytes"] == {"weights": 1000} and result["statistics"]["generated_tokens"] == 2

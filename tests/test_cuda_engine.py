@@ -1,13 +1,13 @@
 """The CUDA engine against the host engine on the fixture models, and against itself with other residencies, bit for bit."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 import engines
-from rollkv.config import CacheConfig
-from rollkv.engine import Engine, load
+from rollkv.engine import Engine
 from rollkv.errors import OutOfMemoryError
 from rollkv.units import MIB
 
@@ -16,8 +16,13 @@ pytestmark = pytest.mark.gpu
 PAGE = 64
 
 
-def cuda_engine(model: str, config: CacheConfig) -> Engine:
-    return load(engines.FIXTURES / f"{model}.gguf", config, backend="cuda")
+Make = Callable[..., Engine]
+
+
+@pytest.fixture
+def cuda_engine(load_cuda: Make) -> Make:
+    """Takes the name of a fixture model and a CacheConfig."""
+    return lambda model, config, **options: load_cuda(engines.FIXTURES / f"{model}.gguf", config, **options)
 
 
 def rows_of(engine: Engine, tokens: list[int], prompt: int) -> np.ndarray:
@@ -29,7 +34,7 @@ def rows_of(engine: Engine, tokens: list[int], prompt: int) -> np.ndarray:
 
 @pytest.mark.parametrize("model", engines.MODELS)
 @pytest.mark.parametrize("prompt", [150, 10])
-def test_cuda_agrees_with_the_host(model: str, prompt: int) -> None:
+def test_cuda_agrees_with_the_host(model: str, prompt: int, cuda_engine: Make) -> None:
     """A long prompt goes through the large products, a short one and the single steps through the batch-invariant ones."""
     want = engines.fixture(model)
     tokens = want["tokens"].tolist()
@@ -41,7 +46,7 @@ def test_cuda_agrees_with_the_host(model: str, prompt: int) -> None:
 
 
 @pytest.mark.parametrize("model", engines.MODELS)
-def test_greedy_continuation_equals_the_stored_one(model: str) -> None:
+def test_greedy_continuation_equals_the_stored_one(model: str, cuda_engine: Make) -> None:
     want = engines.fixture(model)
     with cuda_engine(model, engines.cache(56, page_cells=PAGE)) as engine:
         assert list(engine.generate_ids(want["tokens"][:32].tolist(), 24)) == want["greedy"].tolist()
@@ -49,7 +54,7 @@ def test_greedy_continuation_equals_the_stored_one(model: str) -> None:
 
 @pytest.mark.parametrize("kv,value_kv", [("f16", "f16"), ("f32", "f32"), ("bf16", "f16")])
 @pytest.mark.parametrize("model", engines.MODELS)
-def test_every_window_gives_the_resident_bits(model: str, kv: str, value_kv: str) -> None:
+def test_every_window_gives_the_resident_bits(model: str, kv: str, value_kv: str, cuda_engine: Make) -> None:
     tokens = engines.fixture(model)["tokens"].tolist() * 5
     options = {"page_cells": PAGE, "kv": kv, "value_kv": value_kv, "ubatch": 200}
     resident = rows_of(cuda_engine(model, engines.cache(800, **options)), tokens, 700)  # type: ignore[arg-type]
@@ -60,7 +65,7 @@ def test_every_window_gives_the_resident_bits(model: str, kv: str, value_kv: str
 
 
 @pytest.mark.parametrize("length", [1, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE - 1, 2 * PAGE, 2 * PAGE + 1])
-def test_lengths_around_pages_and_windows(length: int) -> None:
+def test_lengths_around_pages_and_windows(length: int, cuda_engine: Make) -> None:
     want = engines.fixture("qwen2")
     tokens = want["tokens"][: length + 3].tolist()
     got = rows_of(cuda_engine("qwen2", engines.cache(length + 3, page_cells=PAGE, window=PAGE, kv="f16")), tokens, length)
@@ -69,7 +74,7 @@ def test_lengths_around_pages_and_windows(length: int) -> None:
 
 
 @pytest.mark.parametrize("model", ["qwen3", "gemma3"])
-def test_a_new_plan_gives_the_bits_and_the_memory_of_a_fresh_load(model: str) -> None:
+def test_a_new_plan_gives_the_bits_and_the_memory_of_a_fresh_load(model: str, cuda_engine: Make) -> None:
     """One load of the weights; window, ring, tail, context and ubatch change. Use stays within what each plan says."""
     from rollkv.cuda.backend import CudaBackend
 
@@ -97,7 +102,7 @@ def test_a_new_plan_gives_the_bits_and_the_memory_of_a_fresh_load(model: str) ->
             engine.reset()
 
 
-def test_a_new_plan_keeps_to_its_own_cap() -> None:
+def test_a_new_plan_keeps_to_its_own_cap(load_cuda: Make) -> None:
     """Smaller and larger ones: what the process holds is counted from outside, and the bits are those of everything resident."""
     from rollkv.cuda.backend import CudaBackend
 
@@ -106,7 +111,7 @@ def test_a_new_plan_keeps_to_its_own_cap() -> None:
         return np.concatenate([*engine.logit_rows(range(100, 400)), *(engine.decode(token)[None] for token in range(100, 110))])
 
     config = engines.cache(60_000, page_cells=256, kv="f16", ubatch=256)
-    with load("synth:tiny", config, backend="cuda") as engine:
+    with load_cuda("synth:tiny", config) as engine:
         assert isinstance(engine.backend, CudaBackend)
         resident, total = rows(engine), engine.budget.total_bytes
         for less in (40, 8, 60, 16):
@@ -119,7 +124,7 @@ def test_a_new_plan_keeps_to_its_own_cap() -> None:
                 engine.backend.empty("beyond", (8 * MIB,), "u8")
 
 
-def test_random_cells_are_the_same_wherever_they_lie() -> None:
+def test_random_cells_are_the_same_wherever_they_lie(cuda_engine: Make) -> None:
     tokens = engines.fixture("qwen3")["tokens"].tolist()
 
     def rows(window: int | None) -> np.ndarray:
@@ -146,7 +151,7 @@ def test_closing_gives_everything_back() -> None:
         assert after.memory_used_bytes() <= used + (8 << 20)
 
 
-def test_a_tail_that_cannot_be_pinned_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tail_that_cannot_be_pinned_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch, cuda_engine: Make) -> None:
     """Only the slots are pinned: the tail is pageable, said aloud, and steps are not recorded."""
     from rollkv.cuda.memory import NUM_SLOTS, SLOT_BYTES, PinnedMemory
 
@@ -156,12 +161,12 @@ def test_a_tail_that_cannot_be_pinned_gives_the_same_bits(monkeypatch: pytest.Mo
     pin, said = PinnedMemory._pin, []
     monkeypatch.setattr(PinnedMemory, "_pin", lambda self, size: pin(self, size) if size == NUM_SLOTS * SLOT_BYTES else None)
     windowed = engines.cache(480, page_cells=PAGE, kv="f16", ubatch=200, window=PAGE)
-    engine = load(engines.FIXTURES / "qwen3.gguf", windowed, backend="cuda", warn=said.append)
+    engine = cuda_engine("qwen3", windowed, warn=said.append)
     assert not engine.backend.can_record and any("pinned" in message for message in said)
     np.testing.assert_array_equal(rows_of(engine, tokens, 400), resident)
 
 
-def test_recorded_steps_cross_pages_and_sequences() -> None:
+def test_recorded_steps_cross_pages_and_sequences(cuda_engine: Make) -> None:
     """Steps run directly, recorded and replayed, over page borders and in a second, shorter sequence, as often as the host engine does."""
     tokens = engines.fixture("gemma3")["tokens"].tolist() * 3
     for window in (None, PAGE):

@@ -15,7 +15,7 @@ from rollkv.backend import Loadable, PageRun, Stream
 from rollkv.cuda.backend import CudaBackend
 from rollkv.cuda.context import Context
 from rollkv.cuda.copies import Copies, Events, SlotRing, pieces
-from rollkv.cuda.device import DeviceArray, Launcher, Pointer, check_array
+from rollkv.cuda.device import DeviceArray, Launcher, Pointer, TensorMap, check_array
 from rollkv.cuda.driver import DriverCalls, find_device
 from rollkv.cuda.environment import probe
 from rollkv.cuda.memory import GRANULE_BYTES, NUM_SLOTS, DeviceMemory, HostChunk, HostPages, PinnedMemory
@@ -378,7 +378,7 @@ def launching(tmp_path: Path) -> Callable[..., tuple[FakeDriver, Launcher]]:
 
 def test_arguments_arrive_with_their_bytes(launching: Callable[..., tuple[FakeDriver, Launcher]]) -> None:
     driver, launcher = launching(8, 8, 4, 8, 4, 8, 1, 128)
-    array, table = DeviceArray(0x7FFF_1234_5678_9ABC, (3, 4), "f32"), bytes(range(128))
+    array, table = DeviceArray(0x7FFF_1234_5678_9ABC, (3, 4), "f32"), TensorMap(range(128))
     for scale in (1.25, -3.5):  # the second launch takes the short way
         launcher.launch(
             ADD,
@@ -399,6 +399,18 @@ def test_arguments_arrive_with_their_bytes(launching: Callable[..., tuple[FakeDr
         assert b"".join(values) == wanted
     assert launcher.last_launched == ADD.expression
     assert [name for name, _ in driver.calls].count("cuModuleLoadData") == 1
+
+
+def test_a_map_is_made_once_a_matrix(launching: Callable[..., tuple[FakeDriver, Launcher]]) -> None:
+    """1,000 rows of 192 halves at address 4,096, in boxes of 64 rows: three planes of 64 columns, 128 bytes apart."""
+    driver, launcher = launching(128)
+    for _ in range(2):
+        launcher.launch(ADD, (1, 1, 1), 32, launcher.plane_map(4096, 1000, 192, 64))
+    assert driver.launches[0] == driver.launches[1] and driver.launches[0][1] == [(4096).to_bytes(8, "little") * 16]
+    assert [args for name, args in driver.calls if name == "cuTensorMapEncodeTiled"] == [
+        (6, 3, 4096, [64, 1000, 3], [384, 128], [64, 64, 3], [1, 1, 1], 0, 3, 3, 0)
+    ]
+    assert launcher.plane_map(8192, 1000, 192, 64)[:8] == (8192).to_bytes(8, "little")
 
 
 @pytest.mark.parametrize(

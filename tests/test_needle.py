@@ -378,9 +378,11 @@ def test_options_reach_the_engine(engine, monkeypatch):
     seen = {}
     load = made.load
     monkeypatch.setattr("rollkv.engine.load", lambda path, cache, **options: seen.update(options) or load(path, cache, **options))
-    options = "--vram-target 2GiB --residency window --window 512 --ubatch 128 --cache-type-k bf16 --backend cuda --device 2".split()
+    options = (
+        "--vram-target 2GiB --residency window --window 512 --ubatch 128 --cache-type-k bf16 --backend cuda --device 2 --portable".split()
+    )
     assert command(*options, lengths="600", depths="0") == 0
-    assert (seen["vram_target"], seen["backend"], seen["device"]) == (2 << 30, "cuda", 2)
+    assert (seen["vram_target"], seen["backend"], seen["device"], seen["portable"]) == (2 << 30, "cuda", 2, True)
     cache = made.cache_config
     assert (cache.residency, cache.window_cells, cache.ubatch, cache.key_type, cache.value_type) == ("window", 512, 128, "bf16", "f16")
 

@@ -72,6 +72,7 @@ def test_compiler_and_driver(monkeypatch: pytest.MonkeyPatch, compiler: tuple[in
 
 def test_arch_names() -> None:
     assert [arch_name(*c) for c in ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))] == list(nvrtc.ARCHS)
+    assert [arch_name(*c, portable=True) for c in ((8, 6), (9, 0), (12, 0))] == ["sm_86", "sm_90", "sm_120"]
 
 
 def test_spec_knows_its_architectures() -> None:

@@ -5,7 +5,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +18,7 @@ from rollkv.tasks.generate import open_text_model
 
 pytestmark = pytest.mark.gpu
 
+Make = Callable[..., Engine]
 SMOLLM2, GEMMA3 = "SmolLM2-135M-Instruct.Q4_1.gguf", "gemma-3-270m-q4_k_m.gguf"
 
 
@@ -46,30 +47,28 @@ def checksums(engine: Engine, tokens: list[int], prompt: int) -> Iterator[bytes]
 
 @pytest.mark.parametrize("name,length", [(SMOLLM2, 6000), (GEMMA3, 12000)])
 @pytest.mark.parametrize("ubatch", [4096, 512])
-def test_every_window_gives_the_resident_bits(name: str, length: int, ubatch: int) -> None:
+def test_every_window_gives_the_resident_bits(name: str, length: int, ubatch: int, load_cuda: Make) -> None:
     path, decoded = real(name), 300
     tokens = prose(path, length + decoded)
-    with load(path, CacheConfig(length + decoded, ubatch=ubatch), backend="cuda") as engine:
+    with load_cuda(path, CacheConfig(length + decoded, ubatch=ubatch)) as engine:
         assert not engine.budget.spills
         pages = engine.budget.total_pages
         resident = list(checksums(engine, tokens, length))
     for window in (1, 2, 5, pages // 2):
-        with load(
-            path, CacheConfig(length + decoded, ubatch=ubatch, residency="window", window_cells=window * 256), backend="cuda"
-        ) as engine:
+        with load_cuda(path, CacheConfig(length + decoded, ubatch=ubatch, residency="window", window_cells=window * 256)) as engine:
             assert engine.budget.window_pages == window
             assert list(checksums(engine, tokens, length)) == resident, f"window of {window} pages"
 
 
 @pytest.mark.parametrize("name", [SMOLLM2, GEMMA3])
 @pytest.mark.parametrize("prompt", [1000, 8])
-def test_logits_stay_with_the_host_backend(name: str, prompt: int) -> None:
+def test_logits_stay_with_the_host_backend(name: str, prompt: int, load_cuda: Make) -> None:
     """1,000 tokens through the large products (prompt 1000) or 200 one by one; the host backend keeps float32 throughout."""
     path = real(name)
     tokens = prose(path, 1000 if prompt == 1000 else 208)
     with load(path, CacheConfig(len(tokens), ubatch=512, key_type="f32", value_type="f32"), backend="host") as engine:
         want = np.concatenate(list(engine.logit_rows(tokens)))
-    with load(path, CacheConfig(len(tokens), ubatch=512), backend="cuda") as engine:
+    with load_cuda(path, CacheConfig(len(tokens), ubatch=512)) as engine:
         rows = list(engine.logit_rows(tokens[:prompt])) + [engine.decode(token)[None] for token in tokens[prompt:]]
     got = np.concatenate(rows)
     divergence = kl_divergence(want, got)
@@ -107,13 +106,13 @@ while True:
 """
 
 
-def test_twenty_runs_beside_a_busy_process_are_equal() -> None:
+def test_twenty_runs_beside_a_busy_process_are_equal(load_cuda: Make) -> None:
     path = real(SMOLLM2)
     tokens = prose(path, 2000)
     busy = subprocess.Popen([sys.executable, "-c", LOAD], stdout=subprocess.PIPE, text=True)
     try:
         assert busy.stdout is not None and busy.stdout.readline() == "busy\n"
-        with load(path, CacheConfig(2100, residency="window", window_cells=256, ubatch=512), backend="cuda") as engine:
+        with load_cuda(path, CacheConfig(2100, residency="window", window_cells=256, ubatch=512)) as engine:
             runs = [list(engine.generate_ids(tokens, 100)) for _ in range(20)]
     finally:
         busy.kill()
@@ -121,7 +120,7 @@ def test_twenty_runs_beside_a_busy_process_are_equal() -> None:
     assert all(run == runs[0] for run in runs)
 
 
-def test_the_cap_holds_against_an_outside_meter(tmp_path: Path) -> None:
+def test_the_cap_holds_against_an_outside_meter(tmp_path: Path, load_cuda: Make) -> None:
     """Five caps between the smallest window and all resident; NVML, sampled every 20 ms over the whole life of the process."""
     import pynvml
 
@@ -129,9 +128,9 @@ def test_the_cap_holds_against_an_outside_meter(tmp_path: Path) -> None:
     pynvml.nvmlInit()
     handle = pynvml.nvmlDeviceGetHandleByIndex(0)
     context = 16384
-    with load(path, CacheConfig(context, ubatch=512), backend="cuda") as engine:
+    with load_cuda(path, CacheConfig(context, ubatch=512)) as engine:
         resident = engine.budget.total_bytes
-    with load(path, CacheConfig(context, ubatch=512, residency="window", window_cells=256), backend="cuda") as engine:
+    with load_cuda(path, CacheConfig(context, ubatch=512, residency="window", window_cells=256)) as engine:
         smallest = engine.budget.total_bytes
     windows, tails = [], []
     for part in (0.0, 0.25, 0.5, 0.75, 1.0):

@@ -47,6 +47,7 @@ def generate(
         str, typer.Option(metavar="auto|cuda|host", help="GPU, or the slow reference in NumPy; auto takes a GPU if usable.")
     ] = "auto",
     device: Annotated[int, typer.Option(metavar="INDEX", help="Which GPU.")] = 0,
+    portable: options.Portable = False,
     output: options.Output = "text",
     verbose: Annotated[
         bool,
@@ -90,7 +91,17 @@ def generate(
         _describe_prompt(opened, prompt_tokens)
     phases.ends("vocabulary and prompt")
     with report.PhaseProgress("loading", format_size) as loading:
-        engine = load(opened.path, cache, vram_target=cap, backend=backend, device=device, warn=report.warn, on_load=loading, phases=phases)  # type: ignore[arg-type]
+        engine = load(
+            opened.path,
+            cache,
+            vram_target=cap,
+            backend=backend,  # type: ignore[arg-type]
+            device=device,
+            portable=portable,
+            warn=report.warn,
+            on_load=loading,
+            phases=phases,
+        )
     with engine, report.PhaseProgress("prompt") as progress:
         if verbose:
             report.note(f"{engine.backend_name} backend\n{report.budget_table(engine.budget)}")

@@ -81,6 +81,7 @@ def ladder(
         str, typer.Option(metavar="auto|cuda|host", help="GPU, or the slow reference in NumPy, which has no ceilings.")
     ] = "auto",
     device: Annotated[int, typer.Option(metavar="INDEX", help="Which GPU.")] = 0,
+    portable: options.Portable = False,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it (PNG, SVG or PDF); needs matplotlib.")] = None,
     output: Annotated[str, typer.Option("-o", "--output", metavar="md|json|jsonl|csv", help="Form of the result on stdout.")] = "md",
 ) -> None:
@@ -123,7 +124,7 @@ def ladder(
     rates = _rates(backend, device)
     bounds = {one: ceilings(opened.path, rates, caches[one], one) for one in cells}
     report.note(ladder_text.ceilings_line(bounds[max(cells)]))
-    run = _Run(opened, climb, bounds, rates, backend, device, found_peer, peer_timeout)
+    run = _Run(opened, climb, bounds, rates, backend, device, portable, found_peer, peer_timeout)
     found, interrupted = _gather(run)
     ladder_results.finish(opened, climb, bounds, rates, found, plot, output, interrupted)
     if interrupted:
@@ -140,6 +141,7 @@ class _Run:
     rates: "Rates"
     backend: str
     device: int
+    portable: bool
     peer: "Peer | None"
     peer_timeout: float
 
@@ -252,6 +254,7 @@ def _gather(run: _Run) -> "tuple[list[RungResult | PeerResult], bool]":
                 vram_target=rung.vram_target,
                 backend=run.backend,  # type: ignore[arg-type]
                 device=run.device,
+                portable=run.portable,
                 warn=warn,
                 on_load=loading,
             )

@@ -41,6 +41,7 @@ def logit_equiv(
     save: Annotated[Path | None, typer.Option(help="Keep the reference's logits in this .npz.")] = None,
     ubatch: options.Ubatch = DEFAULT_UBATCH,
     device: Annotated[int, typer.Option(metavar="INDEX", help="Which GPU.")] = 0,
+    portable: options.Portable = False,
     noise: Annotated[float | None, typer.Option(help="A margin up to this many logits counts as a tie. [0.05]")] = None,
     bit_equal: Annotated[bool, typer.Option("--bit-equal", help="Limit: every row equal to the last bit.")] = False,
     max_kld: Annotated[float | None, typer.Option(help="Limit of the mean KL divergence, in nats.")] = None,
@@ -69,7 +70,7 @@ def logit_equiv(
     specs = equiv.candidate_specs(first, windows, caps, others, own_reference=stored is None)
     given = Limits(bit_equal, max_kld, max_nmse, min_top1)
     asked = None if given == Limits() else given
-    _run(opened, ids, decode, first, specs, stored, save, asked, equiv.DEFAULT_NOISE if noise is None else noise, device, output)
+    _run(opened, ids, decode, first, specs, stored, save, asked, equiv.DEFAULT_NOISE if noise is None else noise, device, portable, output)
 
 
 def _run(
@@ -83,6 +84,7 @@ def _run(
     asked: "Limits | None",
     noise: float,
     device: int,
+    portable: bool,
     output: str,
 ) -> None:
     from rollkv import report
@@ -97,7 +99,14 @@ def _run(
     def open_engine(spec: "RunSpec") -> Engine:
         with report.PhaseProgress(f"loading for {spec.label}", format_size) as loading:
             engine = load(
-                model.path, spec.cache, vram_target=spec.vram_target, backend=spec.backend, device=device, warn=warn, on_load=loading
+                model.path,
+                spec.cache,
+                vram_target=spec.vram_target,
+                backend=spec.backend,
+                device=device,
+                portable=portable,
+                warn=warn,
+                on_load=loading,
             )
         if spec is first:
             machines.add(engine.backend_name)

@@ -55,6 +55,7 @@ def needle(
         str, typer.Option(metavar="auto|cuda|host", help="GPU, or the slow reference in NumPy; auto takes a GPU if usable.")
     ] = "auto",
     device: Annotated[int, typer.Option(metavar="INDEX", help="Which GPU.")] = 0,
+    portable: options.Portable = False,
     output: Annotated[str, typer.Option("-o", "--output", metavar="text|json|jsonl", help="Form of the result on stdout.")] = "text",
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Show the budget on stderr.")] = False,
 ) -> None:
@@ -94,7 +95,16 @@ def needle(
 
     def open_engine() -> Engine:
         with report.PhaseProgress("loading", format_size) as loading:
-            engine = load(opened.path, cache, vram_target=cap, backend=backend, device=device, warn=report.warn, on_load=loading)  # type: ignore[arg-type]
+            engine = load(
+                opened.path,
+                cache,
+                vram_target=cap,
+                backend=backend,  # type: ignore[arg-type]
+                device=device,
+                portable=portable,
+                warn=report.warn,
+                on_load=loading,
+            )
         if verbose:
             report.note(f"{engine.backend_name} backend\n{report.budget_table(engine.budget)}")
         return engine

@@ -40,6 +40,9 @@ Window = Annotated[
 Ubatch = Annotated[int, typer.Option(metavar="TOKENS", help="Prompt tokens in one pass.")]
 CacheTypeK = Annotated[str, typer.Option(metavar="f16|bf16|f32", help="Type of the cached keys.")]
 CacheTypeV = Annotated[str, typer.Option(metavar="f16|bf16|f32", help="Type of the cached values.")]
+Portable = Annotated[
+    bool, typer.Option("--portable", hidden=True, help="Take the CUDA kernels that every card can run, not those for this one.")
+]
 Output = Annotated[str, typer.Option("-o", "--output", metavar="text|json", help="Form of the result on stdout.")]
 
 

@@ -7,7 +7,7 @@ until `clear`; in between nothing allocates. Used from the thread that made it.
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from types import TracebackType
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -35,7 +35,8 @@ _NUMPY: dict[str, type] = {"f32": np.float32, "f16": np.float16, "bf16": np.uint
 class CudaBackend(Operations):
     """See the module and rollkv.backend.Backend. Raises DeviceError for an unusable machine, told apart by kind, before anything is taken.
 
-    context_bytes: device memory of the process once the context existed. `warn` takes one-line messages.
+    context_bytes: device memory of the process once the context existed. `warn` takes one-line messages. portable: the kernels that every
+    card from compute capability 8.0 on can run, instead of those written for this card's generation; results differ by rounding alone.
     """
 
     name = "cuda"
@@ -47,6 +48,7 @@ class CudaBackend(Operations):
         cap_bytes: int | None = None,
         host_chunk_bytes: int = HOST_CHUNK_BYTES,
         warn: Callable[[str], None] = lambda message: None,
+        portable: bool = False,
         calls: DriverCalls | None = None,
     ) -> None:
         self._calls = calls or DriverCalls()
@@ -56,7 +58,8 @@ class CudaBackend(Operations):
         self._context = Context(self._calls, self.facts)
         self.context_bytes = self._context.context_bytes
         streams = self._context.streams
-        super().__init__(Launcher(self._calls, arch_name(*self.facts.capability), streams, cache), self.facts.num_sms)
+        launcher = Launcher(self._calls, arch_name(*self.facts.capability, portable=portable), streams, cache)
+        super().__init__(launcher, self.facts.num_sms)
         self._weights = DeviceMemory(self._calls, cap_bytes, self._context.used_bytes)
         self._memory = DeviceMemory(self._calls, cap_bytes, self._context.used_bytes)
         self._pinned = PinnedMemory(self._calls, host_chunk_bytes, warn)
@@ -105,6 +108,10 @@ class CudaBackend(Operations):
     def free_bytes(self) -> int:
         """Device memory that can still be had."""
         return self._context.free_bytes()
+
+    def handle(self, stream: Stream) -> Any:
+        """The driver's handle of a stream, for work beside the operations."""
+        return self._context.streams[stream]
 
     # -- memory ----------------------------------------------------------------------------------------------------------------
     def reserve(self, *, weight_bytes: int = 0, run_bytes: int = 0) -> None:

@@ -58,16 +58,23 @@ class Pointer(int):
     """A device address (64 bits) as a kernel argument, where no array describes it."""
 
 
+class TensorMap(bytes):
+    """128 bytes by value: the driver's description of a matrix for bulk copies (csrc/wgmma.cuh)."""
+
+
 def check_array(kernel: str, operand: str, array: DeviceArray, shape: tuple[int, ...], dtype: Dtype) -> None:
     """Raises KernelError naming kernel, operand, what was wanted and what came."""
     if array.shape != shape or array.dtype != dtype:
         raise KernelError(f"{kernel}: {operand} must be {dtype} {list(shape)}, not {array.dtype} {list(array.shape)}")
 
 
-# struct codes of the kernel arguments' types. A bytes argument is a structure passed by value (a tensor map).
+_PLANE_COLUMNS = 64  # halves: the 128 bytes of a swizzled row
+
+# struct codes of the kernel arguments' types.
 _CODES: dict[type, str] = {
     DeviceArray: "Q",
     Pointer: "Q",
+    TensorMap: "128s",
     np.int8: "b",
     np.uint8: "B",
     np.int16: "h",
@@ -106,13 +113,13 @@ class _Kernel:
         self.params_address = 0
         self.pack_into: Callable[..., None] = struct.Struct("").pack_into
 
-    def bind(self, args: tuple[Any, ...], types: tuple[type, ...]) -> None:
+    def bind(self, types: tuple[type, ...]) -> None:
         """Lays the arguments out for these types. Raises KernelError when they are not the kernel's."""
-        codes = [f"{len(arg)}s" if kind is bytes else _CODES.get(kind) for arg, kind in zip(args, types, strict=True)]
+        codes = [_CODES.get(kind) for kind in types]
         if None in codes:
             wrong = types[codes.index(None)].__name__
             raise KernelError(
-                f"{self.expression}: argument {codes.index(None)} is a {wrong}; pass a DeviceArray, a Pointer or a sized NumPy scalar"
+                f"{self.expression}: argument {codes.index(None)} is a {wrong}; pass a DeviceArray, a Pointer, a TensorMap or a sized NumPy scalar"
             )
         sizes = tuple(struct.calcsize(f"<{code}") for code in codes)
         if self.param_sizes is not None and sizes != self.param_sizes:
@@ -127,10 +134,10 @@ class _Kernel:
         packer = struct.Struct(layout)
         self.slots = ctypes.create_string_buffer(packer.size)
         base = ctypes.addressof(self.slots)
-        self.params = (ctypes.c_void_p * max(1, len(args)))(*(base + offset for offset in offsets[:-1]))
+        self.params = (ctypes.c_void_p * max(1, len(types)))(*(base + offset for offset in offsets[:-1]))
         self.params_address = ctypes.addressof(self.params)
         self.pack_into = packer.pack_into
-        self.types = None if bytes in types else types  # structures differ in length within one type: lay them out at every launch
+        self.types = types
 
 
 class Launcher:
@@ -149,6 +156,7 @@ class Launcher:
         self._streams = streams
         self._cache = cache
         self._kernels: dict[str, _Kernel] = {}
+        self._maps: dict[tuple[int, int, int, int], TensorMap] = {}
         self._modules: list[Any] = []
 
     def prepare(self, specs: Iterable[KernelSpec]) -> None:
@@ -168,14 +176,14 @@ class Launcher:
         shared_bytes: int = 0,
         stream: Stream = Stream.COMPUTE,
     ) -> None:
-        """Starts the kernel with `block` threads a block. args: DeviceArray or Pointer (64-bit addresses), sized NumPy scalars, or bytes
-        (a structure by value). Returns before the kernel runs. Raises KernelError for wrong arguments, DeviceError when the device fails."""
+        """Starts the kernel with `block` threads a block. args: DeviceArray or Pointer (64-bit addresses), TensorMap, or sized
+        NumPy scalars. Returns before the kernel runs. Raises KernelError for wrong arguments, DeviceError when the device fails."""
         kernel = self._kernels.get(spec.expression)  # by a string, whose hash is kept
         if kernel is None or (kernel.spec is not spec and kernel.spec != spec):
             kernel = self._load(spec, self._cubin(spec))
         types = tuple(map(type, args))
         if types != kernel.types:
-            kernel.bind(args, types)
+            kernel.bind(types)
         kernel.pack_into(kernel.slots, 0, *args)
         if shared_bytes > kernel.shared_limit:
             self._allow_shared(kernel, shared_bytes)
@@ -188,6 +196,14 @@ class Launcher:
         if status != 0:
             self._fail(kernel, grid, block, shared_bytes, int(status))
         self.last_launched = kernel.expression
+
+    def plane_map(self, address: int, rows: int, columns: int, box_rows: int) -> TensorMap:
+        """For bulk copies of box_rows rows at a time out of an f16 matrix [rows, columns]: they arrive as columns / 64 planes of
+        [box_rows, 64] halves, swizzled in rows of 128 bytes. Kept for the next call. Raises DeviceError."""
+        key = (address, rows, columns, box_rows)
+        if key not in self._maps:
+            self._maps[key] = _encode_planes(self._calls, *key)
+        return self._maps[key]
 
     def close(self) -> None:
         """Unloads all modules. May be called twice; errors of a broken context are ignored, for nothing is left to save."""
@@ -239,6 +255,27 @@ class Launcher:
             raise KernelError(f"{where} cannot be launched: {name} ({text})")
         before = f"; the kernel before it was {self.last_launched}" if self.last_launched else ""
         raise DeviceError(f"the device failed with {name} ({text}) at the launch of {where}{before}; run it again under compute-sanitizer")
+
+
+def _encode_planes(calls: DriverCalls, address: int, rows: int, columns: int, box_rows: int) -> TensorMap:
+    """The matrix as three dimensions, innermost first: 64 columns, rows, planes of 64 columns."""
+    driver, planes = calls.bindings, columns // _PLANE_COLUMNS
+    encoded = calls(
+        "cuTensorMapEncodeTiled",
+        driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+        3,
+        address,
+        [driver.cuuint64_t(size) for size in (_PLANE_COLUMNS, rows, planes)],
+        [driver.cuuint64_t(stride) for stride in (columns * 2, _PLANE_COLUMNS * 2)],
+        [driver.cuuint32_t(size) for size in (_PLANE_COLUMNS, box_rows, planes)],
+        [driver.cuuint32_t(1)] * 3,
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        what=f"describing {rows} rows of {columns} halves for bulk copies",
+    )
+    return TensorMap(ctypes.string_at(int(encoded.getPtr()), 128))
 
 
 def _param_sizes(calls: DriverCalls, function: Any) -> tuple[int, ...] | None:

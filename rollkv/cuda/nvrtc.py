@@ -60,9 +60,10 @@ def find_csrc() -> Path:
     raise DeviceError(f"the kernel sources are missing: no csrc/common.cuh in or beside {package}; install rollkv again")
 
 
-def arch_name(major: int, minor: int) -> str:
-    """The exact architecture of a compute capability: sm_86; sm_90a from 9.0 on, for the instructions of that chip alone."""
-    return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
+def arch_name(major: int, minor: int, *, portable: bool = False) -> str:
+    """The exact architecture of a compute capability: sm_86; sm_90a from 9.0 on, for the instructions of that chip alone, unless
+    `portable`: without them no kernel that needs them can be chosen."""
+    return f"sm_{major}{minor}" + ("a" if major >= 9 and not portable else "")
 
 
 def nvrtc_version() -> tuple[int, int]:

@@ -8,7 +8,7 @@ import numpy as np
 from rollkv.backend import Loadable, PageRun, Stream
 from rollkv.config import Dtype
 from rollkv.cuda import gemm
-from rollkv.cuda.device import DeviceArray, Launcher
+from rollkv.cuda.device import DeviceArray, Launcher, TensorMap
 from rollkv.cuda.kernels import repack, synth_noise
 from rollkv.cuda.memory import HostPages
 from rollkv.cuda.nvrtc import KernelSpec
@@ -28,6 +28,9 @@ class _KernelList(Launcher):
 
     def launch(self, spec: KernelSpec, grid: Any, block: int, *args: Any, shared_bytes: int = 0, stream: Stream = Stream.COMPUTE) -> None:
         self.kernels[spec] = None
+
+    def plane_map(self, address: int, rows: int, columns: int, box_rows: int) -> TensorMap:
+        return TensorMap(bytes(128))
 
 
 class _ProductList(gemm.Gemm):

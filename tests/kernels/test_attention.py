@@ -13,7 +13,7 @@ from rollkv.backend import PageFormat
 from rollkv.config import LayerConfig
 from rollkv.cuda.device import DeviceArray
 from rollkv.cuda.kernels import attn_decode, attn_merge, attn_prefill
-from rollkv.cuda.nvrtc import ARCHS, KernelError
+from rollkv.cuda.nvrtc import ARCHS, KernelError, arch_name
 
 gpu = pytest.mark.gpu
 SCORE_ERROR = 3e-5  # where scores reach some hundred: float32 holds them to 3e-5, and a weight is the exponential of one
@@ -64,6 +64,18 @@ PREFILL = [
     (1, 1, 64, 64, "f16", "f16", 64, 90, 1, None, "two"),
     (1, 2, 192, 192, "f16", "f16", 64, 90, 140, 64, "shuffled"),
     (1, 1, 256, 256, "f16", "f16", 256, 300, 150, None, "two"),
+    (4, 2, 128, 128, "f16", "f16", 256, 0, 300, None, "ring"),
+    (5, 1, 128, 128, "f16", "f16", 256, 1000, 200, None, "shuffled"),
+    (2, 1, 128, 128, "f16", "f16", 256, 700, 260, 300, "two"),
+    (2, 2, 128, 128, "f16", "f16", 128, 100, 60, 7, "ring"),
+    (1, 1, 128, 128, "f16", "f16", 256, 256, 256, 128, "two"),
+    (3, 1, 64, 64, "f16", "f16", 256, 513, 129, None, "shuffled"),
+    (2, 1, 64, 64, "f16", "f16", 256, 600, 200, 100, "ring"),
+    (1, 2, 192, 192, "f16", "f16", 256, 300, 150, None, "two"),
+    (2, 1, 192, 192, "f16", "f16", 128, 430, 90, 200, "two"),
+    (2, 1, 256, 256, "f16", "f16", 256, 900, 140, 333, "shuffled"),
+    (1, 1, 256, 256, "f16", "f16", 128, 90, 200, None, "ring"),
+    (1, 1, 256, 256, "f16", "f16", 256, 1023, 1, 255, "two"),
 ]
 
 
@@ -94,7 +106,7 @@ def assert_close(out: np.ndarray, variant: str, *oracle: Any, lse: np.ndarray | 
     that this rounding alone makes."""
     exact, exact_lse = attend(*oracle)
     limit, lse_limit = float_error, 1e-5
-    if variant == "mma":
+    if variant != "float32":
         rounded, rounded_lse = attend(*oracle, half=True)
         limit += 2 * relative_error(rounded, exact)
         lse_limit += 2 * float(np.abs(rounded_lse - exact_lse).max())
@@ -197,7 +209,7 @@ def test_prefill_equals_the_oracle_and_every_division_of_pages_and_queries(cuda:
     pools = [cuda.upload(f"pool {i}", x) for i, x in enumerate(cache.pools)]
     out = run_prefill(cuda, cache, pools, q, position, layer, scale, ())
     shaped = q.reshape(num_tokens, layer.num_heads, key_dim).astype(np.float64)
-    assert_close(out, attn_prefill.variant(layer, page), shaped, cache.keys, cache.values, position, scale, window)
+    assert_close(out, attn_prefill.variant(page, cuda.launcher.arch), shaped, cache.keys, cache.values, position, scale, window)
 
     for cuts in {tuple(range(1, cache.num_pages)), (cache.num_pages // 2,), tuple(range(1, cache.num_pages, 3))}:
         np.testing.assert_array_equal(run_prefill(cuda, cache, pools, q, position, layer, scale, cuts), out)
@@ -220,7 +232,9 @@ def test_large_scores(cuda: Any, form: tuple[Any, ...]) -> None:
     pools = [cuda.upload(f"pool {i}", x) for i, x in enumerate(cache.pools)]
     scale = 1 / np.sqrt(page.key_dim)
     out = run_prefill(cuda, cache, pools, q, 380, layer, scale, ())
-    assert_close(out, attn_prefill.variant(layer, page), exact_q, cache.keys, cache.values, 380, scale, float_error=SCORE_ERROR)
+    assert_close(
+        out, attn_prefill.variant(page, cuda.launcher.arch), exact_q, cache.keys, cache.values, 380, scale, float_error=SCORE_ERROR
+    )
     out, _, _ = run_decode(cuda, cache, pools, q[19:], layer, scale, ())
     assert_close(out, attn_decode.variant(layer, page), exact_q[19:], cache.keys, cache.values, 399, scale, float_error=SCORE_ERROR)
 
@@ -244,7 +258,7 @@ def test_decode_past_two_to_the_31_bytes(cuda: Any) -> None:
     out, _, _ = run_decode(cuda, moved, [pool], q, layer, 0.09, ())
     oracle = (q.reshape(1, 8, 128).astype(np.float64), cache.keys, cache.values, 599, 0.09)
     assert_close(out, attn_decode.variant(layer, page), *oracle)
-    assert_close(run_prefill(cuda, moved, [pool], q, 599, layer, 0.09, (1, 2)), attn_prefill.variant(layer, page), *oracle)
+    assert_close(run_prefill(cuda, moved, [pool], q, 599, layer, 0.09, (1, 2)), attn_prefill.variant(page, cuda.launcher.arch), *oracle)
 
 
 # ---- without a GPU ----------------------------------------------------------------------------------------------------------------
@@ -267,27 +281,34 @@ def test_prefill_fits_the_shared_memory_of_every_card() -> None:
         for dim in (64, 80, 96, 128, 192, 256):
             shape, tile = attn_prefill.mma_launch_shape(dim, arch, 8, 100), attn_prefill.mma_tile(dim, arch)
             assert shape.shared_bytes <= 99 << 10 and shape.grid[0] == -(-100 // shape.rows) * 8
-            assert 64 % tile.cells == 0 and tile.cells * dim // 8 % shape.threads == 0
+            assert 64 % tile.cells == 0 and tile.cells * dim // 8 % shape.threads == 0 and 0 <= tile.shared_columns <= dim
+    for dim in (64, 128, 192, 256):
+        shape = attn_prefill.wgmma_launch_shape(dim, 8, 300)
+        assert shape.shared_bytes <= 227 << 10 and shape.grid[0] == 3 * 8  # what sm_90 gives a block
 
 
 @pytest.mark.parametrize(
-    ("form", "group", "decode", "prefill"),
+    ("form", "group", "decode", "portable", "hopper"),
     [
-        (("f16", "f16", 128, 128, 256), 5, "mma", "mma"),
-        (("f16", "f16", 128, 128, 256), 3, "float32", "mma"),
-        (("f16", "f16", 80, 80, 256), 8, "float32", "mma"),
-        (("f16", "f16", 256, 256, 64), 4, "float32", "mma"),
-        (("f16", "f16", 256, 256, 32), 4, "float32", "float32"),
-        (("f16", "f16", 192, 128, 256), 4, "float32", "float32"),
-        (("bf16", "bf16", 128, 128, 256), 8, "float32", "float32"),
-        (("f16", "f32", 64, 64, 256), 8, "float32", "float32"),
-        (("f16", "f16", 112, 112, 256), 8, "float32", "float32"),
+        (("f16", "f16", 128, 128, 256), 5, "mma", "mma", "wgmma"),
+        (("f16", "f16", 128, 128, 64), 5, "float32", "mma", "mma"),
+        (("f16", "f16", 128, 128, 256), 3, "float32", "mma", "wgmma"),
+        (("f16", "f16", 80, 80, 256), 8, "float32", "mma", "mma"),
+        (("f16", "f16", 256, 256, 64), 4, "float32", "mma", "wgmma"),
+        (("f16", "f16", 256, 256, 32), 4, "float32", "float32", "float32"),
+        (("f16", "f16", 192, 128, 256), 4, "float32", "float32", "float32"),
+        (("bf16", "bf16", 128, 128, 256), 8, "float32", "float32", "float32"),
+        (("f16", "f32", 64, 64, 256), 8, "float32", "float32", "float32"),
+        (("f16", "f16", 112, 112, 256), 8, "float32", "float32", "float32"),
     ],
 )
-def test_the_kernel_follows_from_the_configuration(form: tuple[Any, ...], group: int, decode: str, prefill: str) -> None:
+def test_the_kernel_follows_from_the_configuration(form: tuple[Any, ...], group: int, decode: str, portable: str, hopper: str) -> None:
     key_type, value_type, key_dim, value_dim, cells = form
     page, layer = PageFormat(2, key_dim, value_dim, key_type, value_type, cells), make_layer(2 * group, 2, key_dim, value_dim)
-    assert (attn_decode.variant(layer, page), attn_prefill.variant(layer, page)) == (decode, prefill)
+    assert attn_decode.variant(layer, page) == decode
+    assert attn_prefill.variant(page, arch_name(9, 0)) == hopper
+    for arch in (arch_name(8, 6), arch_name(12, 0), arch_name(9, 0, portable=True)):
+        assert attn_prefill.variant(page, arch) == portable
 
 
 def test_merge_covers_all_columns() -> None:

@@ -1,4 +1,5 @@
-"""Prefill attention with a running state that is handed from run to run (csrc/attn_prefill.cu, csrc/attn_prefill_mma.cu)."""
+"""Prefill attention with a running state that is handed from run to run: csrc/attn_prefill.cu, and on the tensor cores
+csrc/attn_prefill_mma.cu (any card) and csrc/attn_prefill_wgmma.cu (sm_90a)."""
 
 from dataclasses import replace
 from functools import cache
@@ -8,7 +9,7 @@ import numpy as np
 
 from rollkv.backend import PageFormat, PageRun
 from rollkv.config import KvType, LayerConfig
-from rollkv.cuda.device import DeviceArray, Launcher, check_array
+from rollkv.cuda.device import DeviceArray, Launcher, TensorMap, check_array
 from rollkv.cuda.kernels.kv_format import check_run, template_arguments
 from rollkv.cuda.nvrtc import ARCHS, KernelError, KernelSpec
 
@@ -16,7 +17,7 @@ STATE_EXTRA = 8  # floats of state a head beside its Dv sums
 _CELLS = 32  # of a block of work of the float32 kernel
 _FIRST, _LAST = 1, 2
 
-Variant = Literal["mma", "float32"]
+Variant = Literal["wgmma", "mma", "float32"]
 
 
 class Shape(NamedTuple):
@@ -36,26 +37,32 @@ class MmaTile(NamedTuple):
     tiles: int  # 16 query rows each, a warp
     stages: int  # buffers of K and of V
     blocks: int  # a multiprocessor, as far as registers go
+    shared_columns: int  # of the queries, in shared memory; the others lie in registers
 
     @property
     def rows(self) -> int:
         return self.warps * self.tiles * 16
 
     def shared_bytes(self, dim: int) -> int:
-        """Queries and the stages of K and V, a row padded by 16 bytes where it is no multiple of 128."""
-        return (self.rows + 2 * self.stages * self.cells) * (dim * 2 + (16 if dim % 64 else 0))
+        """Queries and the stages of K and V."""
+        return self.rows * _swizzled_row(self.shared_columns) + 2 * self.stages * self.cells * _swizzled_row(dim)
+
+
+def _swizzled_row(columns: int) -> int:
+    """Bytes of a row of halves: padded by 16 where it is no multiple of 128."""
+    return columns * 2 + (16 if columns % 64 else 0)
 
 
 # 32 rows a warp where the sums fit the registers; 96 KiB of shared memory at most, for the cards that have 99.
 _MMA_TILES = {
-    64: MmaTile(64, 4, 2, 2, 2),
-    80: MmaTile(64, 4, 2, 2, 2),
-    96: MmaTile(64, 4, 2, 2, 2),
-    128: MmaTile(64, 4, 2, 2, 2),
-    192: MmaTile(32, 8, 1, 2, 1),
-    256: MmaTile(32, 8, 1, 1, 1),
+    64: MmaTile(64, 4, 2, 2, 2, 0),
+    80: MmaTile(64, 4, 2, 2, 2, 80),
+    96: MmaTile(64, 4, 2, 2, 2, 96),
+    128: MmaTile(64, 4, 2, 2, 2, 128),
+    192: MmaTile(32, 8, 1, 2, 1, 64),
+    256: MmaTile(32, 8, 1, 2, 1, 128),
 }
-_MMA_TILES_SM10 = {**_MMA_TILES, 96: MmaTile(32, 4, 2, 2, 2), 128: MmaTile(32, 4, 2, 2, 2)}  # 64 cells spill from sm_100 on
+_MMA_TILES_SM10 = {**_MMA_TILES, 96: MmaTile(32, 4, 2, 2, 2, 96), 128: MmaTile(32, 4, 2, 2, 2, 128)}  # 64 cells spill from sm_100 on
 
 
 def mma_tile(dim: int, arch: str) -> MmaTile:
@@ -63,11 +70,38 @@ def mma_tile(dim: int, arch: str) -> MmaTile:
     return (_MMA_TILES_SM10 if int(arch[3:].rstrip("a")) >= 100 else _MMA_TILES)[dim]
 
 
-def variant(layer: LayerConfig, page: PageFormat) -> Variant:
-    """Which kernel serves a layer, by its shape and cache types alone: half cells of the usual head sizes go to the tensor cores, with
-    queries and softmax weights rounded to half; everything else is computed in float32."""
-    half = page.key_type == page.value_type == "f16" and page.key_dim == page.value_dim
-    return "mma" if half and page.key_dim in _MMA_TILES and page.page_cells % 64 == 0 else "float32"
+class WgmmaTile(NamedTuple):
+    """Template arguments of the kernel for sm_90a after the head size. A block has 128 query rows."""
+
+    cells: int  # of a block of work
+    stages: int  # buffers of K and of V
+    turns: bool  # the two warpgroups issue their products in turns
+    query_in_registers: bool
+
+    def shared_bytes(self, dim: int) -> int:
+        """Queries, the stages of K and V, their barriers; and what it takes to begin on a multiple of 1,024 bytes."""
+        rows = (0 if self.query_in_registers else _WGMMA_ROWS) + 2 * self.stages * self.cells
+        return 1024 + rows * dim * 2 + 8 * (4 * self.stages + 2)
+
+
+_WGMMA_ROWS, _WGMMA_THREADS = 128, 384
+_WGMMA_TILES = {
+    64: WgmmaTile(128, 2, True, True),
+    128: WgmmaTile(128, 2, True, True),
+    192: WgmmaTile(64, 2, True, True),
+    256: WgmmaTile(64, 2, False, False),
+}
+
+
+def variant(page: PageFormat, arch: str) -> Variant:
+    """Which kernel serves a layer, by its page format and the architecture compiled for: half cells of the usual head sizes go to the
+    tensor cores, with queries and softmax weights rounded to half; everything else is computed in float32."""
+    dim, cells = page.key_dim, page.page_cells
+    if not (page.key_type == page.value_type == "f16" and dim == page.value_dim):
+        return "float32"
+    if arch == "sm_90a" and dim in _WGMMA_TILES and cells % _WGMMA_TILES[dim].cells == 0:
+        return "wgmma"
+    return "mma" if dim in _MMA_TILES and cells % 64 == 0 else "float32"
 
 
 @cache
@@ -87,6 +121,13 @@ def mma_launch_shape(dim: int, arch: str, num_heads: int, num_tokens: int) -> Sh
 
 
 @cache
+def wgmma_launch_shape(dim: int, num_heads: int, num_tokens: int) -> Shape:
+    """Mirrors the constants of the kernel for sm_90a."""
+    grid = (-(-num_tokens // _WGMMA_ROWS) * num_heads, 1, 1)
+    return Shape(_WGMMA_THREADS, _WGMMA_ROWS, _WGMMA_TILES[dim].shared_bytes(dim), grid)
+
+
+@cache
 def spec(key_type: KvType, value_type: KvType, key_dim: int, value_dim: int) -> KernelSpec:
     """The float32 kernel."""
     return KernelSpec("attn_prefill.cu", f"attn_prefill<{template_arguments(key_type, value_type, key_dim, value_dim)}>")
@@ -98,14 +139,21 @@ def mma_spec(dim: int, arch: str) -> KernelSpec:
     return KernelSpec("attn_prefill_mma.cu", f"attn_prefill_mma<{', '.join(map(str, (dim, *mma_tile(dim, arch))))}>")
 
 
+@cache
+def wgmma_spec(dim: int) -> KernelSpec:
+    """The kernel for sm_90a."""
+    arguments = ", ".join(str(x).lower() for x in (dim, *_WGMMA_TILES[dim]))
+    return KernelSpec("attn_prefill_wgmma.cu", f"attn_prefill_wgmma<{arguments}>", ("sm_90a",))
+
+
 def instances() -> tuple[KernelSpec, ...]:
     plain = (
         spec("f16", "f16", 128, 128),
         spec("f32", "f32", 256, 256),
         spec("f32", "bf16", 80, 96),
     )
-    mma = tuple(replace(mma_spec(dim, arch), archs=(arch,)) for arch in ARCHS for dim in (64, 128, 256))
-    return plain + mma
+    mma = tuple(replace(mma_spec(dim, arch), archs=(arch,)) for arch in ARCHS for dim in _MMA_TILES)
+    return plain + mma + tuple(map(wgmma_spec, _WGMMA_TILES))
 
 
 def attend_tile_flops(visible_pairs: int, layer: LayerConfig) -> int:
@@ -146,21 +194,25 @@ def attend_tile(
     check_array("attend_tile", "state", state, (num_tokens, layer.num_heads * (layer.value_dim + STATE_EXTRA)), "f32")
     check_array("attend_tile", "out", out, (num_tokens, layer.num_heads * layer.value_dim), "f32")
     pool = check_run("attend_tile", run, page)
-    if variant(layer, page) == "mma":
-        if not scale > 0:
-            raise KernelError(f"attend_tile: the scale of the scores must be positive, not {scale}")
-        shape = mma_launch_shape(page.key_dim, launcher.arch, layer.num_heads, num_tokens)
-        kernel = mma_spec(page.key_dim, launcher.arch)
+    chosen, dim, cells = variant(page, launcher.arch), page.key_dim, page.page_cells
+    if chosen != "float32" and not scale > 0:
+        raise KernelError(f"attend_tile: the scale of the scores must be positive, not {scale}")
+    pages: DeviceArray | TensorMap = pool
+    if chosen == "wgmma":
+        shape, kernel = wgmma_launch_shape(dim, layer.num_heads, num_tokens), wgmma_spec(dim)
+        pages = launcher.plane_map(pool.ptr, pool.nbytes // (dim * 2), dim, _WGMMA_TILES[dim].cells)
+    elif chosen == "mma":
+        shape, kernel = mma_launch_shape(dim, launcher.arch, layer.num_heads, num_tokens), mma_spec(dim, launcher.arch)
     else:
-        shape = launch_shape(page.key_dim, page.value_dim, layer.num_heads, num_tokens)
-        kernel = spec(page.key_type, page.value_type, page.key_dim, page.value_dim)
+        shape = launch_shape(dim, page.value_dim, layer.num_heads, num_tokens)
+        kernel = spec(page.key_type, page.value_type, dim, page.value_dim)
     launcher.launch(
         kernel,
         shape.grid,
         shape.threads,
         q,
         position,
-        pool,
+        pages,
         state,
         out,
         np.int32(num_tokens),
@@ -170,7 +222,7 @@ def attend_tile(
         np.int32(run.first_slot),
         np.int32(run.first_page),
         np.int32(run.num_pages),
-        np.int32(page.page_cells),
+        np.int32(cells),
         np.int32(layer.sliding_window or 0),
         np.int32(_FIRST * first + _LAST * last),
         np.float32(scale),

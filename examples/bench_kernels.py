@@ -14,20 +14,18 @@ from typing import Any
 import numpy as np
 from tabulate import tabulate
 
-from rollkv.backend import PageRun, Stream
+from rollkv.backend import Loadable, PageRun, Projected, RmsNorm, Stream
 from rollkv.config import CacheConfig, ModelConfig
 from rollkv.cuda.backend import CudaBackend
 from rollkv.cuda.kernels.add import add_bytes
 from rollkv.cuda.kernels.attn_decode import attend_rows_bytes
 from rollkv.cuda.kernels.attn_merge import merge_rows_bytes
-from rollkv.cuda.kernels.glu import glu_bytes
-from rollkv.cuda.kernels.kv_append import append_bytes
 from rollkv.cuda.kernels.linear_rows import linear_rows_bytes
-from rollkv.cuda.kernels.rms_norm import rms_norm_bytes
-from rollkv.cuda.kernels.rope import rope_bytes
+from rollkv.cuda.kernels.qkv_append import qkv_append_bytes
 from rollkv.gguf_file import GgufFile
 from rollkv.model_config import model_config
 from rollkv.synth import open_model
+from rollkv.workspace import qkv_columns
 
 CALLS = 20  # in one graph
 L2_BYTES = 200 << 20  # inputs rotate over at least this much
@@ -78,19 +76,21 @@ class Bench:
     def products(self, file: GgufFile) -> None:
         layers = self.config.num_layers
         output = "output.weight" if "output.weight" in file.tensors else "token_embd.weight"
-        for name, times in (
-            ("blk.0.attn_q.weight", layers),
-            ("blk.0.attn_k.weight", 2 * layers),
-            ("blk.0.attn_output.weight", layers),
-            ("blk.0.ffn_gate.weight", 2 * layers),
-            ("blk.0.ffn_down.weight", layers),
-            (output, 1),
+        norm = RmsNorm(self.random(self.config.hidden_size), 1e-6)
+        for names, times in (
+            (("attn_q", "attn_k", "attn_v"), layers),
+            (("attn_output",), layers),
+            (("ffn_gate", "ffn_up"), layers),
+            (("ffn_down",), layers),
+            ((output,), 1),
         ):
-            tensor = file.tensors[name]
-            weights = [self.backend.load_weight(tensor) for _ in range(L2_BYTES // tensor.nbytes + 1)]
-            x, out = self.random(1, tensor.shape[1]), self.random(1, tensor.shape[0])
-            calls = [partial(self.backend.linear, x, w, out) for w in weights]
-            self.add(f"linear {name} {tensor.shape}", times, linear_rows_bytes(weights[0], 1), calls)
+            tensors = tuple(file.tensors[name if name == output else f"blk.0.{name}.weight"] for name in names)
+            part = Loadable(tensors)
+            weights = list(self.backend.load([part] * (L2_BYTES // part.nbytes + 1)))
+            x, out = self.random(1, part.shape[1]), self.random(1, part.shape[0])
+            own = norm if part.shape[1] == self.config.hidden_size else None
+            calls = [partial(self.backend.linear, x, (w,), out, norm=own) for w in weights]
+            self.add(f"linear {', '.join(names)} {part.shape}", times, linear_rows_bytes(weights[0], 1), calls)
 
     def attention(self, cache: CacheConfig) -> None:
         backend, layer = self.backend, self.config.layers[0]
@@ -101,7 +101,6 @@ class Bench:
             backend.write(pool, np.random.default_rng(0).standard_normal(pool.nbytes // 2).astype(np.float16).view(np.uint8))
         runs = [PageRun(pool, pages, 0, 0, pages) for pool in pools]
         q, out = self.random(1, layer.num_heads * layer.key_dim), self.random(1, layer.num_heads * layer.value_dim)
-        k = self.random(1, layer.num_kv_heads * layer.key_dim)
         position = backend.upload("position", np.array([self.cells - 1], np.int32))
         parts, lse = self.random(pages, layer.num_heads, layer.value_dim), self.random(pages, layer.num_heads)
         scale, layers = self.config.attention_scale, self.config.num_layers
@@ -109,30 +108,22 @@ class Bench:
         self.add("attend_rows", layers, attend_rows_bytes(self.cells, pages, layer, page), attend)
         self.add("merge_rows", layers, merge_rows_bytes(pages, layer), [partial(backend.merge_rows, parts, lse, pages, layer, out)])
         last = (PageRun(pools[0], pages, pages - 1, pages - 1, 1),)
-        self.add("append", layers, append_bytes(1, page), [partial(backend.append, k, k, position, last, page, self.cells - 1)])
         table = backend.empty("table", (1, layer.rope.dim // 2, 2), "f32")
         backend.rope_table(layer.rope, position, table)
-        turn = partial(backend.rope, q, layer.num_heads, table, layer.rope)
-        self.add("rope", 2 * layers, rope_bytes(1, layer.num_heads, layer.rope.dim), [turn])
-
-    def small(self) -> None:
-        backend, layers = self.backend, self.config.num_layers
-        norm, hidden = self.random(self.config.hidden_size), self.random(1, self.config.hidden_size)
-        gate = self.random(1, self.config.ffn_size)
-        self.add("rms_norm", 2 * layers, rms_norm_bytes(*hidden.shape), [partial(backend.rms_norm, hidden, norm, 1e-6, hidden)])
-        self.add("glu", layers, glu_bytes(*gate.shape), [partial(backend.glu, gate, gate, self.config.activation, gate)])
-        self.add("add", 2 * layers, add_bytes(*hidden.shape), [partial(backend.add, hidden, hidden)])
+        norm = RmsNorm(self.random(layer.key_dim), 1e-6) if self.config.qk_norm else None
+        projected = Projected(self.random(1, qkv_columns(layer)), q, layer, norm, norm, table)
+        append = partial(backend.append, projected, position, last, page, self.cells - 1)
+        self.add("append", layers, qkv_append_bytes(1, layer, page), [append])
 
 
 def main(spec: str, cells: int) -> None:
     with open_model(spec) as file, CudaBackend(0) as backend:
         config = model_config(file)
-        backend.reserve_linear(512, max(config.hidden_size, config.ffn_size), 64 << 20)
+        backend.reserve_linear(16, max(config.hidden_size, config.ffn_size), config.hidden_size, 64 << 20)
         bench = Bench(backend, config, cells)
         print(f"{backend.facts.name}: {bench.ceiling:.0f} GB/s for x += y over 1 GiB each; {spec}, {cells} cells")
         bench.products(file)
         bench.attention(CacheConfig(cells))
-        bench.small()
         print(tabulate(bench.rows, HEADINGS, floatfmt=".1f"))
         total, moved = sum(row[-1] for row in bench.rows), sum(row[1] * row[3] for row in bench.rows) * 2**20
         print(f"sum {total:.2f} ms = {1e3 / total:.0f} tok/s; the bytes alone take {moved / bench.ceiling / 1e6:.2f} ms")

@@ -138,7 +138,7 @@ def test_random_cells_are_the_same_wherever_they_lie(cuda_engine: Make) -> None:
         np.testing.assert_array_equal(rows(pages * PAGE), resident, err_msg=f"window of {pages} pages")
 
 
-def test_closing_gives_everything_back() -> None:
+def test_closing_gives_everything_back(cuda_engine: Make) -> None:
     """A context opened afterwards is as large as one opened before, by this process's own account."""
     from rollkv.cuda.backend import CudaBackend
 

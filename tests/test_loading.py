@@ -129,6 +129,19 @@ def test_many_pieces_of_every_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(at.matrices) == 3
 
 
+def test_the_slab_is_written_behind_the_work_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Repacking of an earlier load, or a product's weights, may still be in the slab when the next load begins."""
+    at, random = Loading(monkeypatch, 64 << 10), np.random.default_rng(6)
+    for _ in range(2):
+        begin = len(at.driver.calls)
+        list(at.load([random_weight("Q8_0", (64, 512), random)]))
+        calls = at.driver.calls[begin:]
+        first_copy = next(index for index, (name, _) in enumerate(calls) if name.startswith("cuMemcpy"))
+        records = {args[0]: args[1] for name, args in calls[:first_copy] if name == "cuEventRecord"}
+        waits = [(args[0], records[args[1]]) for name, args in calls[:first_copy] if name == "cuStreamWaitEvent" and args[1] in records]
+        assert (100 + Stream.COPY_IN.value, 100 + Stream.COMPUTE.value) in waits
+
+
 def test_leaving_early_gives_the_slots_back(monkeypatch: pytest.MonkeyPatch) -> None:
     at, random = Loading(monkeypatch, 64 << 10), np.random.default_rng(4)
     tensors = [random_weight("Q8_0", (200, 512), random) for _ in range(20)]

@@ -98,6 +98,7 @@ class WeightLoader:
     def load(self, pairs: Iterable[tuple[Loadable, CudaWeight | DeviceArray]]) -> Iterator[Loadable]:
         """Loads each part into its target, a matrix or an f32 vector, and yields it when all of its work is issued: later COMPUTE work
         finds it whole. Holds slots between the items: go to the end, or close the iterator."""
+        self.events.wait(Stream.COPY_IN, self.events.record(Stream.COMPUTE))  # which may still be at work in the slab
         with ThreadPoolExecutor(_THREADS) as threads:
             ahead: deque[tuple[_Piece, int, Future[tuple[_Run, ...]], int]] = deque()
             pieces = (piece for part, target in pairs for piece in self._cut(part, target))

@@ -376,6 +376,21 @@ def launching(tmp_path: Path) -> Callable[..., tuple[FakeDriver, Launcher]]:
     return make
 
 
+@pytest.mark.parametrize(("arch", "overlaps"), [("sm_80", False), ("sm_89", False), ("sm_90a", True), ("sm_90", True), ("sm_120a", True)])
+def test_early_kernels_are_launched_early_where_that_exists(tmp_path: Path, arch: str, overlaps: bool) -> None:
+    driver = FakeDriver()
+    driver.param_sizes = (8, 8, 8)
+    launcher = Launcher(DriverCalls(driver), arch, dict.fromkeys(Stream, 9), CubinCache(tmp_path))
+    x = DeviceArray(4096, (8,), "f32")
+    early = KernelSpec("add.cu", "add<4, 256>", early=True)
+    for grid in (1, 2, 1):
+        launcher.launch(early, (grid, 1, 1), 256, x, x, np.int64(8), shared_bytes=64)
+    launcher.launch(KernelSpec("add.cu", "add<1, 256>"), (1, 1, 1), 256, x, x, np.int64(8))
+    assert len(driver.launches) == 4 and len(driver.early) == (3 if overlaps else 0)
+    assert [shape[0] for shape, _ in driver.launches] == [1, 2, 1, 1]
+    assert driver.launches[0][0] == (1, 1, 1, 256, 1, 1, 64)
+
+
 def test_arguments_arrive_with_their_bytes(launching: Callable[..., tuple[FakeDriver, Launcher]]) -> None:
     driver, launcher = launching(8, 8, 4, 8, 4, 8, 1, 128)
     array, table = DeviceArray(0x7FFF_1234_5678_9ABC, (3, 4), "f32"), TensorMap(range(128))

@@ -5,6 +5,7 @@ architecture a share of them. `make kernels` compiles all for all.
 Cubins are kept in pytest's cache directory with the compiler's log: what did not change since the last run is not compiled again.
 """
 
+import re
 from dataclasses import replace
 from types import ModuleType
 
@@ -31,6 +32,26 @@ def test_every_instance_has_its_turn() -> None:
     for module in MODULES:
         taken = [spec for arch in ARCHS for spec in _share(module, arch)]
         assert set(taken) == set(module.instances())
+
+
+def _kernel_body(text: str, name: str) -> str:
+    """From the kernel's name to the next one's, or the end."""
+    begin = re.search(rf"__launch_bounds__\(.*\) {name}\(", text)
+    assert begin, name
+    following = text.find("__global__", begin.end())
+    return text[begin.start() : following if following >= 0 else len(text)]
+
+
+def test_early_kernels_wait_for_those_before_them() -> None:
+    """And read nothing that these write by the path of constant data: only weights may be `const __restrict__`."""
+    early = {(spec.source, spec.expression.partition("<")[0]) for module in MODULES for spec in module.instances() if spec.early}
+    assert {name for _, name in early} >= {"linear_rows", "qkv_append", "attn_decode_mma", "attn_merge", "embed", "rope_table", "add"}
+    constant = re.compile(r"const \w+\* __restrict__ (\w+)")
+    for source, name in early:
+        body = _kernel_body((find_csrc() / source).read_text(), name)
+        assert body.count("wait_for_previous();") == 1 and body.count("let_next_begin();") == 1, f"{name} in {source}"
+        known = {"p0", "p1", "p2", "p3", "bias", "weight", "q_norm", "k_norm", "frequency"}
+        assert set(constant.findall(body)) <= known, f"{name} in {source}"
 
 
 @pytest.fixture(scope="session")

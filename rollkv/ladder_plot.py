@@ -38,7 +38,7 @@ def draw(rows: Sequence[Mapping[str, Any]], fits: Sequence[Fit], ceiling: Callab
     for axes, name in zip((decode, *prefill), ("decode", "prefill"), strict=False):
         axes.set_xlabel("tail, MiB")
         axes.set_ylabel(f"{name}, tokens a second")
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.05 * axes.dataLim.ymax)
         axes.grid(alpha=0.3)
     decode.legend(fontsize=8)
     figure.suptitle(title, fontsize=9)

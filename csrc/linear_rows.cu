@@ -295,7 +295,7 @@ __device__ __forceinline__ float factor_of_row(const float (&warp_squares)[kWarp
   return __frcp_rn(__fsqrt_rn(__fadd_rn(__fdiv_rn(sum, float(K)), eps)));
 }
 
-// A block's tiles, one after another: `stride` apart, or in pairs of neighbours.
+// A block's tiles, one after another: gridDim.x apart, or in pairs of neighbours.
 __device__ __forceinline__ int following_tile(int tile, bool paired) {
   if (!paired) return tile + gridDim.x;
   return tile % 2 == 0 ? tile + 1 : tile - 1 + 2 * gridDim.x;

@@ -48,11 +48,6 @@ _TOGETHER = {
 }  # fmt: skip
 
 
-def used_tensors(config: ModelConfig, tensors: Mapping[str, TensorData]) -> list[TensorData]:
-    """The tensors that the forward pass reads, each once; model_config has seen that they are all there."""
-    return [tensors[name] for name in required_tensors(config)]
-
-
 def weight_bytes(config: ModelConfig, tensors: Mapping[str, TensorData]) -> dict[str, int]:
     """Device bytes of everything that load_weights takes, by the name of its first tensor."""
     parts = [part for field in _fields(config, tensors).values() for part in field]
@@ -90,7 +85,7 @@ def load_weights(
 def _fields(config: ModelConfig, tensors: Mapping[str, TensorData]) -> dict[str, tuple[Loadable, ...]]:
     """ "blk.3.attn_qkv" -> what is loaded for it, in loading order."""
     fields: dict[str, list[TensorData]] = {}
-    for tensor in used_tensors(config, tensors):
+    for tensor in (tensors[name] for name in required_tensors(config)):  # model_config has seen that they are all there
         block = f"blk.{tensor.name.split('.')[1]}." if tensor.name.startswith("blk.") else ""
         rest = tensor.name.removeprefix(block)
         fields.setdefault(block + _TOGETHER.get(rest, rest.removesuffix(".weight")), []).append(tensor)

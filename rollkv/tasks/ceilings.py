@@ -13,10 +13,9 @@ from rollkv.backend import PageRun, Stream
 from rollkv.config import CacheConfig
 from rollkv.errors import OutOfMemoryError
 from rollkv.model_config import model_config
-from rollkv.quants import device_bytes
 from rollkv.synth import open_model
 from rollkv.units import GIB, MIB
-from rollkv.weights import used_tensors
+from rollkv.weights import weight_bytes
 
 PROBE_PAGE_BYTES, PROBE_PAGES, PROBE_COPIES, PROBE_ROUNDS = 16 * MIB, 16, 32, 5
 PROBE_ARRAY_BYTES = GIB
@@ -139,8 +138,8 @@ def ceilings(path: str | Path, rates: Rates, cache: CacheConfig, depth: int) -> 
     """The bytes of a step behind `depth` cells, from the header. A row of the embedding table is too little to count."""
     with open_model(path) as file:
         config = model_config(file)
-        read = [tensor for tensor in used_tensors(config, file.tensors) if config.tied_output or tensor.name != "token_embd.weight"]
-        weights = sum(device_bytes(tensor.qtype, tensor.shape) if len(tensor.shape) == 2 else 4 * tensor.shape[0] for tensor in read)
+        sizes = weight_bytes(config, file.tensors)
+        weights = sum(size for name, size in sizes.items() if config.tied_output or name != "token_embd.weight")
     visible = [min(depth, layer.sliding_window or depth) for layer in config.layers]
     pages = [cache.page_format(layer).page_bytes for layer in config.layers]
     return Ceilings(rates, weights, sum(cells * size // cache.page_cells for cells, size in zip(visible, pages, strict=True)))

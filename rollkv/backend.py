@@ -193,6 +193,11 @@ class Backend(Protocol):
         """Host copy after all COMPUTE work so far. Synchronous."""
         ...
 
+    def read_later(self, array: Operand) -> Callable[[], np.ndarray]:
+        """A host copy of at most 64 bytes, as they are after all COMPUTE work so far: the call waits for them. Good until 8 newer ones have
+        been asked for."""
+        ...
+
     def load(self, parts: Iterable[Loadable]) -> Iterator[Operand]:
         """Each part in turn: a matrix in multiplication form (quantised types stay quantised), a vector as f32 [columns].
         Reads ahead, so take all, or close the iterator, before other calls. Raises UnsupportedModelError for unknown types."""
@@ -247,8 +252,8 @@ class Backend(Protocol):
         ...
 
     # -- operations, all on COMPUTE --------------------------------------------------------------------------------------------
-    def embed(self, tokens: Operand, table: Operand, scale: float, out: Operand) -> None:
-        """out[t] = scale * table[tokens[t]]. tokens i32 [T]; table [vocab, hidden]; out f32 [T, hidden]."""
+    def embed(self, sequence: Operand, position: Operand, table: Operand, scale: float, out: Operand) -> None:
+        """out[t] = scale * table[sequence[position[0] + t]]. sequence i32 [n]; position i32 [1]; table [vocab, hidden]; out f32 [T, hidden]."""
         ...
 
     def linear(

@@ -116,6 +116,10 @@ class HostBackend:
     def read(self, array: HostArray) -> np.ndarray:
         return array.values.copy()
 
+    def read_later(self, array: HostArray) -> Callable[[], np.ndarray]:
+        values = array.values.copy()
+        return lambda: values
+
     def load(self, parts: Iterable[Loadable]) -> Iterator[HostWeight | HostArray]:
         for part in parts:
             values = np.empty(part.shape, self._precision)  # a copy: the file is closed after loading
@@ -184,8 +188,9 @@ class HostBackend:
             self._queues[stream].popleft()()
 
     # -- operations ------------------------------------------------------------------------------------------------------------
-    def embed(self, tokens: HostArray, table: HostWeight, scale: float, out: HostArray) -> None:
-        out.values[...] = table.values[tokens.values] * self._precision.type(scale)
+    def embed(self, sequence: HostArray, position: HostArray, table: HostWeight, scale: float, out: HostArray) -> None:
+        first = int(position.values[0])
+        out.values[...] = table.values[sequence.values[first : first + out.shape[0]]] * self._precision.type(scale)
 
     def linear(
         self,

@@ -42,8 +42,9 @@ def workspace_arrays(config: ModelConfig, cache: CacheConfig) -> dict[str, Array
     rows = min(cache.ubatch, cache.ctx_size)
     layers = config.layers
     arrays = {
-        "tokens": ArraySpec((rows,), "i32"),
+        "sequence": ArraySpec((cache.ctx_size + 1,), "i32"),  # ids of all cells, and the one to come
         "position": ArraySpec((1,), "i32"),
+        "outcome": ArraySpec((2,), "i32"),  # of a choice: the id, and how many logits were not finite
         "hidden": ArraySpec((rows, config.hidden_size), "f32"),
         "q": ArraySpec((rows, max(layer.num_heads * layer.key_dim for layer in layers)), "f32"),
         "qkv": ArraySpec((rows, max(max(qkv_columns(layer), layer.num_heads * layer.value_dim) for layer in layers)), "f32"),

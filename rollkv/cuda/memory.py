@@ -22,6 +22,7 @@ from rollkv.workspace import ALIGNMENT, GRANULE_BYTES
 HOST_CHUNK_BYTES = 256 * MIB
 SLOT_BYTES = 8 * MIB  # of a pinned slot: a copy of 8 MiB reaches 97 % of the link's rate
 NUM_SLOTS = 12  # 8 threads fill them: 31 GB/s out of the page cache; 23 with 8 slots and 6 threads
+NOTE_BYTES, NUM_NOTES = 64, 8
 _SMALLEST_SLOT_BYTES = MIB // 4
 _SMALLEST_CHUNK_BYTES = 4 * MIB
 _TOUCH_BYTES = 16 * MIB  # that one thread touches at a time
@@ -157,6 +158,7 @@ class PinnedMemory:
         self._pinned: list[tuple[int, mmap.mmap]] = []
         self._pageable: list[np.ndarray] = []
         self._slots: Slots | None = None
+        self._notes: Slots | None = None
         self._warned = False
         self.pinned_bytes = 0
 
@@ -200,12 +202,21 @@ class PinnedMemory:
                 size //= 2
         return self._slots
 
+    def notes(self) -> Slots:
+        """What small values pass through that the host reads behind the device: made on first use. Raises OutOfMemoryError."""
+        if self._notes is None:
+            address = self._pin(NUM_NOTES * NOTE_BYTES)
+            if address is None:
+                raise OutOfMemoryError(f"not even {format_size(NUM_NOTES * NOTE_BYTES)} of host memory can be pinned; free host memory")
+            self._notes = Slots(tuple(address + index * NOTE_BYTES for index in range(NUM_NOTES)), NOTE_BYTES)
+        return self._notes
+
     def free_pages(self) -> None:
-        """Frees what `pages` gave; the slots stay. No copy may be under way."""
-        slots = None if self._slots is None else self._slots.addresses[0]
-        kept = [(address, memory) for address, memory in self._pinned if address == slots]
+        """Frees what `pages` gave; slots and notes stay. No copy may be under way."""
+        staying = {slots.addresses[0] for slots in (self._slots, self._notes) if slots is not None}
+        kept = [(address, memory) for address, memory in self._pinned if address in staying]
         for address, memory in self._pinned:
-            if address != slots:
+            if address not in staying:
                 self._unpin(address, memory)
         self._pinned = kept
         self._pageable.clear()
@@ -215,7 +226,7 @@ class PinnedMemory:
         self.free_pages()
         while self._pinned:
             self._unpin(*self._pinned.pop())
-        self._slots = None
+        self._slots = self._notes = None
 
     def _unpin(self, address: int, memory: mmap.mmap) -> None:
         self._calls.bindings.cuMemHostUnregister(address)

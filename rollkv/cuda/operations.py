@@ -60,8 +60,8 @@ class Operations(ABC):
         self._slab = self._large = None
         self._ropes.clear()
 
-    def embed(self, tokens: DeviceArray, table: CudaWeight, scale: float, out: DeviceArray) -> None:
-        embed.embed(self.launcher, tokens, table, out, scale=scale)
+    def embed(self, sequence: DeviceArray, position: DeviceArray, table: CudaWeight, scale: float, out: DeviceArray) -> None:
+        embed.embed(self.launcher, sequence, position, table, out, scale=scale)
 
     def linear(
         self,

@@ -24,7 +24,7 @@ from rollkv.model.rehearsal import rehearse
 from rollkv.model.step import Model
 from rollkv.model_config import model_config
 from rollkv.phases import Phases
-from rollkv.sampling import Sampler
+from rollkv.sampling import check_sampling, choose
 from rollkv.synth import open_model
 from rollkv.units import format_size
 from rollkv.weights import load_weights, weight_bytes
@@ -211,7 +211,8 @@ class Engine:
                 f"a prompt of {len(prompt_ids)} tokens and {num_tokens} new ones exceed the context of {self.cache_config.ctx_size} cells; "
                 "raise --ctx-size or lower --n-predict"
             )
-        sampler, history = Sampler(sampling or SamplingParams()), list(prompt_ids)
+        sampling, history = sampling or SamplingParams(), list(prompt_ids)
+        check_sampling(sampling)
         self.reset()
         start = time.perf_counter()
         row = self.prefill(prompt_ids, on_progress)
@@ -222,7 +223,7 @@ class Engine:
             len(prompt_ids), 0, prefilled - start, 0.0, None, window_cells, tail_cells, 0, self._device_bytes(), self.budget.cap_bytes
         )
         for count in range(1, num_tokens + 1):
-            token = sampler.sample(row, history)
+            token = choose(row, history, sampling, self._position - 1)
             now = time.perf_counter()
             window_cells, tail_cells = self._occupancy()
             self.stats = replace(

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rollkv.config import Dtype, LayerConfig, PageFormat, RopeConfig
+from rollkv.config import Dtype, LayerConfig, PageFormat, RopeConfig, SamplingParams
 from rollkv.gguf_header import TensorData
 
 
@@ -331,4 +331,15 @@ class Backend(Protocol):
 
     def add(self, x: Operand, y: Operand, norm: RmsNorm | None = None) -> None:
         """x += y, or x += norm(y). f32 [T, n]."""
+        ...
+
+    def choose(
+        self, logits: Operand, sampling: SamplingParams, sequence: Operand, position: Operand, outcome: Operand, scratch: Operand
+    ) -> None:
+        """The id that follows cell position[0], exactly as sampling.choose: sequence[position[0] + 1] = id if there is room for it, outcome =
+        (id, number of logits that are not finite), and last of all position[0] += 1, so that a recorded step is right for the next cell too.
+        With such logits the id is 0, and the reader of outcome has to refuse it.
+
+        logits f32 [1, vocab]: those behind cell position[0]; sequence i32 [n]: the ids of cells 0 .. position[0], prompt included; position
+        i32 [1]; outcome i32 [2]; scratch u8 [workspace.choice_bytes(vocab)]: of any content, before as after."""
         ...

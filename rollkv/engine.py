@@ -240,7 +240,9 @@ class Engine:
                 now = time.perf_counter()
                 if count == 1:
                     first, copied = now, self.copied_bytes[0]
-                    self.stats = replace(self.stats, prefill_seconds=now - start, ttft_seconds=now - start, peak_device_bytes=self._device_bytes())
+                    self.stats = replace(
+                        self.stats, prefill_seconds=now - start, ttft_seconds=now - start, peak_device_bytes=self._device_bytes()
+                    )
                 window_cells, tail_cells = self._occupancy()
                 self.stats = replace(
                     self.stats,

@@ -14,8 +14,9 @@ import numpy as np
 
 from rollkv import reference
 from rollkv.backend import Loadable, PageRun, Projected, RmsNorm, Stream
-from rollkv.config import Dtype, LayerConfig, PageFormat, RopeConfig
+from rollkv.config import Dtype, LayerConfig, PageFormat, RopeConfig, SamplingParams
 from rollkv.quants import dequantise
+from rollkv.sampling import choose
 
 
 @dataclass(frozen=True)
@@ -309,6 +310,22 @@ class HostBackend:
 
     def add(self, x: HostArray, y: HostArray, norm: RmsNorm | None = None) -> None:
         x.values[...] += y.values if norm is None else _normed(y.values, norm)
+
+    def choose(
+        self,
+        logits: HostArray,
+        sampling: SamplingParams,
+        sequence: HostArray,
+        position: HostArray,
+        outcome: HostArray,
+        scratch: HostArray,
+    ) -> None:
+        row, cell = logits.values[0].astype(np.float32), int(position.values[0])
+        unsound = int(np.count_nonzero(~np.isfinite(row)))
+        chosen = 0 if unsound else choose(row, sequence.values[: cell + 1], sampling, cell)
+        sequence.values[cell + 1 : cell + 2] = chosen
+        outcome.values[:] = chosen, unsound
+        position.values[0] += 1
 
 
 def _normed(x: np.ndarray, norm: RmsNorm) -> np.ndarray:

@@ -1,8 +1,7 @@
 """Random weights by counter: any piece of a matrix can be made anywhere, in any order, on the host and on the device, with equal bytes.
 
-The random bits of a matrix are 64-bit words, eight bytes of codes each, in the order of the file. Word i is output i of SplitMix64 (Steele,
-Lea, Flood, "Fast splittable pseudorandom number generators", 2014) started at the matrix's seed, which needs no output before it. This module is the
-definition; csrc/synth_noise.cu follows it.
+The random bits of a matrix are 64-bit words, eight bytes of codes each, in the order of the file. Word i is word i of SplitMix64 (split_mix.py)
+for the matrix's seed. This module is the definition; csrc/synth_noise.cu follows it.
 
 Weights are uniform and centred, so their sum over a row has no bias (Q8_0: but for half a step).
 """
@@ -14,12 +13,11 @@ from functools import cached_property
 
 import numpy as np
 
+from rollkv import split_mix
 from rollkv.quants import FORMATS
 from rollkv.synth_blocks import DEVIATION, half_bytes, q4_k_head
 
-GAMMA, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # SplitMix64's
 WORD_BYTES = 8
-_WORD = (1 << 64) - 1
 _CHUNK_WORDS = 1 << 15  # 256 KiB: three such arrays stay in the L2 cache (2.3 GB/s a core; 1.3 with four times as many)
 _PART_CHUNKS = 64  # that one thread makes at a time
 _F16_CENTRE = 32767.5
@@ -76,12 +74,12 @@ class Noise:
         """Writes the blocks from first_block on into out, uint8 [blocks * block_bytes]. One thread, no memory to speak of."""
         blocks = out.reshape(-1, self.block_bytes)
         per_chunk = _CHUNK_WORDS // self.block_words
-        ramp = np.arange(_CHUNK_WORDS, dtype=np.uint64) * np.uint64(GAMMA)
+        ramp = np.arange(_CHUNK_WORDS, dtype=np.uint64) * np.uint64(split_mix.GAMMA)
         words, spare = np.empty_like(ramp), np.empty_like(ramp)
         for begin in range(0, len(blocks), per_chunk):
             part = blocks[begin : begin + per_chunk]
             n = len(part) * self.block_words
-            _mix(self.seed + ((first_block + begin) * self.block_words + 1) * GAMMA, ramp[:n], words[:n], spare[:n])
+            split_mix.words(self.seed, (first_block + begin) * self.block_words, ramp[:n], words[:n], spare[:n])
             self._store(words[:n], part)
 
     def make(self, num_blocks: int) -> np.ndarray:
@@ -102,13 +100,3 @@ class Noise:
         fields = blocks.view([("head", f"V{head}"), ("codes", f"V{codes}")])  # whole fields move three times as fast as bytes
         fields["head"] = self.head.view(f"V{head}")
         fields["codes"][:, 0] = words.astype("<u8", copy=False).view(f"V{codes}")
-
-
-def _mix(start: int, ramp: np.ndarray, words: np.ndarray, spare: np.ndarray) -> None:
-    """words[i] = SplitMix64's finaliser of start + ramp[i]; all uint64, overflow wraps."""
-    np.add(ramp, np.uint64(start & _WORD), out=words)
-    for shift, factor in ((30, MIX_1), (27, MIX_2), (31, None)):
-        np.right_shift(words, np.uint64(shift), out=spare)
-        np.bitwise_xor(words, spare, out=words)
-        if factor is not None:
-            np.multiply(words, np.uint64(factor), out=words)

@@ -13,6 +13,8 @@ MAX_FEW_ROWS = 16  # rows up to which products are batch-invariant (decode, outp
 SLAB_BYTES = 64 << 20
 GEMM_WORKSPACE_BYTES = 32 << 20  # what cuBLAS asks for on Hopper; less would rule out some of its kernels
 STATE_EXTRA = 8  # floats of running attention state a head beside its outputs
+CHOICE_BLOCK = 1024  # tokens that a block of the choice looks at
+CHOICE_SEARCH_BYTES = 49_184  # two histograms of 2048 bins of a sum and a count, and what is known so far
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ def workspace_arrays(config: ModelConfig, cache: CacheConfig) -> dict[str, Array
         "qkv": ArraySpec((rows, max(max(qkv_columns(layer), layer.num_heads * layer.value_dim) for layer in layers)), "f32"),
         "feed_forward": ArraySpec((rows, 2 * config.ffn_size), "f32"),
         "logits": ArraySpec((min(rows, MAX_FEW_ROWS), config.vocab_size), "f32"),
+        "choice.scratch": ArraySpec((choice_bytes(config.vocab_size),), "u8"),
     }
     if config.post_norms:
         arrays["branch"] = ArraySpec((rows, config.hidden_size), "f32")
@@ -63,6 +66,11 @@ def workspace_arrays(config: ModelConfig, cache: CacheConfig) -> dict[str, Array
     arrays["attention.part_out"] = ArraySpec((parts_v,), "f32")
     arrays["attention.part_lse"] = ArraySpec((parts,), "f32")
     return arrays
+
+
+def choice_bytes(vocab_size: int) -> int:
+    """Scratch of the choice of a token: 4 bytes a token, and by block its best token and its sum (8 each), its unsound logits and ties (4 each)."""
+    return -(-vocab_size // CHOICE_BLOCK) * (CHOICE_BLOCK * 4 + 24) + CHOICE_SEARCH_BYTES
 
 
 def widest_input(config: ModelConfig) -> int:

@@ -20,6 +20,7 @@ FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("F0 errors", ("errors",)),
     ("F0 .. words", ("units", "phases")),
     ("F1 facts", ("config",)),
+    ("F2 .. random bits", ("split_mix",)),
     ("F2 files and pure functions",
      ("gguf_header", "quants", "pretokenizers", "vocabulary", "score_merge", "chat_sandbox", "sampling", "stop_strings", "pages", "rope", "host_memory", "models",
       "counts", "prose", "metrics", "logit_file", "plots", "ladder_fit", "synth_shapes")),

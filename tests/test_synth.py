@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rollkv import prose
+from rollkv import prose, split_mix
 from rollkv.config import CacheConfig
 from rollkv.engine import Engine, budget_of
 from rollkv.errors import UsageError
@@ -19,7 +19,7 @@ from rollkv.model_config import model_config, required_tensors
 from rollkv.quants import dequantise
 from rollkv.synth import open_model, open_synth, write_gguf
 from rollkv.synth_circuit import BACKS, LOOK_BACK_SHARPNESS, MATCH_MARGIN, codewords, look_back_pairs
-from rollkv.synth_noise import GAMMA, MIX_1, MIX_2, Noise
+from rollkv.synth_noise import Noise
 from rollkv.synth_shapes import ARCHITECTURES, MAX_CONTEXT, MAX_USED_TOKENS, QTYPES, parse_spec
 from rollkv.synth_words import tokenizer_metadata, used_tokens
 from rollkv.tokenizer import Tokenizer
@@ -286,23 +286,15 @@ def test_the_seed_alone_decides() -> None:
                     assert (other.tensors[name].raw != one.tensors[name].raw).mean() > 0.15, name
 
 
-def split_mix(state: int) -> int:
-    """The finaliser of the paper, in Python's integers."""
-    low = (1 << 64) - 1
-    state = (state ^ state >> 30) * MIX_1 & low
-    state = (state ^ state >> 27) * MIX_2 & low
-    return state ^ state >> 31
-
-
 def test_noise_is_split_mix() -> None:
     """Known answers: seed 1234567 gives 6457827717110365317, then 3203168211198807973."""
-    assert [split_mix(1234567 + i * GAMMA & (1 << 64) - 1) for i in (1, 2)] == [6457827717110365317, 3203168211198807973]
+    assert [split_mix.word(1234567, index) for index in (0, 1)] == [6457827717110365317, 3203168211198807973]
     for seed, block in ((0, 0), (77, 123456), ((1 << 64) - 5, 1 << 40)):
         out = np.full(2 * 34, 0xEE, np.uint8)
         Noise("Q8_0", 0.1, seed).fill(block, out)
         blocks = out.reshape(2, 34)
         np.testing.assert_array_equal(blocks[:, :2].copy().view("<f2"), np.float16(0.1 / math.sqrt((256**2 - 1) / 12)))
-        words = [split_mix(seed + (4 * block + i + 1) * GAMMA & (1 << 64) - 1) for i in range(8)]
+        words = [split_mix.word(seed, 4 * block + i) for i in range(8)]
         np.testing.assert_array_equal(blocks[:, 2:].copy().view("<u8").reshape(-1), np.array(words, np.uint64))
 
 

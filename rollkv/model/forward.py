@@ -66,4 +66,5 @@ def choose(model: Model, row: Array, sampling: SamplingParams) -> None:
     """Chooses the token behind the cell where the device's position stands, puts it into the sequence and moves the position on to it; what
     came of it is in workspace["outcome"]. row f32 [1, vocab]: that cell's logits."""
     workspace = model.workspace
-    model.backend.choose(row, sampling, workspace["sequence"], workspace["position"], workspace["outcome"])
+    sequence, position, outcome = workspace["sequence"], workspace["position"], workspace["outcome"]
+    model.backend.choose(row, sampling, sequence, position, outcome, workspace["choice.scratch"])

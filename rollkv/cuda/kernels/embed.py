@@ -31,9 +31,7 @@ def embed_bytes(weight: CudaWeight, num_tokens: int) -> int:
     return num_tokens * (weight.columns * 4 + 4 + 2 * weight.nbytes // weight.rows)
 
 
-def embed(
-    launcher: Launcher, sequence: DeviceArray, position: DeviceArray, table: CudaWeight, out: DeviceArray, *, scale: float
-) -> None:
+def embed(launcher: Launcher, sequence: DeviceArray, position: DeviceArray, table: CudaWeight, out: DeviceArray, *, scale: float) -> None:
     """out[t] = scale * table[sequence[position[0] + t]], a row of NaN for a token outside the table and a cell outside the sequence.
 
     sequence: i32 (n,); position: i32 (1,); table: (vocab, hidden); out: f32 (T, hidden). Reads and writes embed_bytes. Raises KernelError on other shapes.

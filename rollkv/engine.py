@@ -1,8 +1,8 @@
 """Load a model; prefill; decode step by step. Knows token ids and no text."""
 
 import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -260,7 +260,7 @@ class Engine:
                 yield token
 
     # -- inside ----------------------------------------------------------------------------------------------------------------
-    def _chosen(self, choice: _Choice, ids: np.ndarray, sampling: SamplingParams, count: int) -> Iterator[int]:
+    def _chosen(self, choice: _Choice, ids: np.ndarray, sampling: SamplingParams, count: int) -> Generator[int, None, None]:
         """Yields `count` ids, the first of `choice`, which is made behind `ids`. While the caller has one, the device works on the next: the host
         is a step behind, where it need not wait for every step anyway. Not into a new page, which would push an old one out: so a caller may stop
         at any id, and the cell of a step that was not asked for is simply written again."""

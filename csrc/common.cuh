@@ -113,6 +113,9 @@ __device__ __forceinline__ float fresh(const float* address) { return __ldcg(add
 __device__ __forceinline__ float2 fresh(const float2* address) { return __ldcg(address); }
 __device__ __forceinline__ float4 fresh(const float4* address) { return __ldcg(address); }
 __device__ __forceinline__ int fresh(const int* address) { return __ldcg(address); }
+__device__ __forceinline__ u32 fresh(const u32* address) { return __ldcg(address); }
+__device__ __forceinline__ u64 fresh(const u64* address) { return __ldcg(address); }
+__device__ __forceinline__ uint4 fresh(const uint4* address) { return __ldcg(address); }
 
 // 16 aligned bytes of the KV cache: read once, by nobody else nearby, but written by the kernel before.
 __device__ __forceinline__ uint4 fresh16(const void* address) {

@@ -7,10 +7,10 @@ from abc import ABC, abstractmethod
 import numpy as np
 
 from rollkv.backend import PageRun, Projected, RmsNorm
-from rollkv.config import Dtype, LayerConfig, PageFormat, RopeConfig
+from rollkv.config import Dtype, LayerConfig, PageFormat, RopeConfig, SamplingParams
 from rollkv.cuda import gemm
 from rollkv.cuda.device import DeviceArray, Launcher
-from rollkv.cuda.kernels import add, attn_decode, attn_merge, attn_prefill, embed, linear_rows, qkv_append, rope_table
+from rollkv.cuda.kernels import add, attn_decode, attn_merge, attn_prefill, choose, embed, linear_rows, qkv_append, rope_table
 from rollkv.cuda.weights_gpu import CudaWeight
 from rollkv.workspace import GEMM_WORKSPACE_BYTES, MAX_FEW_ROWS
 
@@ -152,3 +152,14 @@ class Operations(ABC):
 
     def add(self, x: DeviceArray, y: DeviceArray, norm: RmsNorm | None = None) -> None:
         add.add(self.launcher, x, y, norm)
+
+    def choose(
+        self,
+        logits: DeviceArray,
+        sampling: SamplingParams,
+        sequence: DeviceArray,
+        position: DeviceArray,
+        outcome: DeviceArray,
+        scratch: DeviceArray,
+    ) -> None:
+        choose.choose(self.launcher, logits, sampling, sequence, position, outcome, scratch)

@@ -11,7 +11,7 @@ import numpy as np
 
 from rollkv.backend import Backend
 from rollkv.budget import plan_budget
-from rollkv.config import CacheConfig, ModelConfig
+from rollkv.config import CacheConfig, ModelConfig, SamplingParams
 from rollkv.gguf_header import TensorData
 from rollkv.kv_cache import KVCache
 from rollkv.model.forward import enter, forward, logits
@@ -35,7 +35,10 @@ def rehearse(backend: Backend, config: ModelConfig, cache: CacheConfig, tensors:
     model = Model(backend, few, weights, pages, workspace, ropes_of(few))
     for tokens in sorted({rows, *(1 << n for n in range(rows.bit_length()))}):
         hidden = forward(model, enter(model, np.zeros(tokens, np.int32), 0))
-        logits(model, hidden.rows(min(tokens, MAX_FEW_ROWS)))
+        rows_out = logits(model, hidden.rows(min(tokens, MAX_FEW_ROWS)))
+    sequence, outcome = backend.empty("sequence", (1,), "i32"), backend.empty("outcome", (2,), "i32")
+    for sampling in (SamplingParams(), SamplingParams(temperature=1.0, top_p=0.5)):  # greedy, and all that any other takes
+        backend.choose(rows_out.rows(1), sampling, sequence, workspace["position"], outcome, workspace["choice.scratch"])
 
 
 def _different_layers(config: ModelConfig, tensors: Mapping[str, TensorData]) -> list[int]:

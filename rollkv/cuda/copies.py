@@ -13,7 +13,7 @@ from typing import Any
 from rollkv.backend import PageRun, Stream
 from rollkv.cuda.device import DeviceArray
 from rollkv.cuda.driver import DriverCalls
-from rollkv.cuda.memory import HostPages, PinnedMemory
+from rollkv.cuda.memory import NOTE_BYTES, HostPages, PinnedMemory
 
 _DISABLE_TIMING = 2  # CU_EVENT_DISABLE_TIMING: cheaper to record
 
@@ -224,10 +224,10 @@ class Notes:
 
     def read_later(self, device: int, num_bytes: int) -> Callable[[], bytes]:
         """Device memory, at most NOTE_BYTES, behind all COMPUTE work so far: the call waits for it."""
-        notes = self._memory.notes()
-        if num_bytes > notes.slot_bytes:
-            raise ValueError(f"{num_bytes} bytes; a note holds {notes.slot_bytes}")
-        address, self._turn = notes.addresses[self._turn], (self._turn + 1) % len(notes.addresses)
+        notes = self._memory.slots().notes
+        if num_bytes > NOTE_BYTES:
+            raise ValueError(f"{num_bytes} bytes; a note holds {NOTE_BYTES}")
+        address, self._turn = notes[self._turn], (self._turn + 1) % len(notes)
         self._calls("cuMemcpyDtoHAsync", address, device, num_bytes, self._stream)
         event = self._events.record(Stream.COMPUTE)
 

@@ -142,10 +142,16 @@ class HostPages:
 
 @dataclass(frozen=True)
 class Slots:
-    """Equal pieces of pinned memory."""
+    """Equal pieces of pinned memory, and small ones behind them for what the host reads behind the device."""
 
     addresses: tuple[int, ...]
     slot_bytes: int
+    notes: tuple[int, ...]  # addresses of NOTE_BYTES each
+
+
+def slots_bytes(slot_bytes: int) -> int:
+    """Pinned memory of slots of this size and the notes behind them."""
+    return NUM_SLOTS * slot_bytes + NUM_NOTES * NOTE_BYTES
 
 
 class PinnedMemory:
@@ -158,7 +164,6 @@ class PinnedMemory:
         self._pinned: list[tuple[int, mmap.mmap]] = []
         self._pageable: list[np.ndarray] = []
         self._slots: Slots | None = None
-        self._notes: Slots | None = None
         self._warned = False
         self.pinned_bytes = 0
 
@@ -187,13 +192,15 @@ class PinnedMemory:
         return bool(self._pageable)
 
     def slots(self) -> Slots:
-        """What copies of pageable memory pass through: made on first use, smaller where memory is short. Raises OutOfMemoryError when none
-        can be had."""
+        """What copies of pageable memory and notes pass through: made on first use, smaller where memory is short. Raises OutOfMemoryError
+        when none can be had."""
         size = SLOT_BYTES
         while self._slots is None:
-            address = self._pin(NUM_SLOTS * size)
+            address = self._pin(slots_bytes(size))
             if address is not None:
-                self._slots = Slots(tuple(address + index * size for index in range(NUM_SLOTS)), size)
+                behind = address + NUM_SLOTS * size
+                notes = tuple(behind + index * NOTE_BYTES for index in range(NUM_NOTES))
+                self._slots = Slots(tuple(address + index * size for index in range(NUM_SLOTS)), size, notes)
             elif size <= _SMALLEST_SLOT_BYTES:
                 raise OutOfMemoryError(
                     f"not even {format_size(NUM_SLOTS * size)} of host memory can be pinned; free host memory, or raise the container's limit"
@@ -202,21 +209,12 @@ class PinnedMemory:
                 size //= 2
         return self._slots
 
-    def notes(self) -> Slots:
-        """What small values pass through that the host reads behind the device: made on first use. Raises OutOfMemoryError."""
-        if self._notes is None:
-            address = self._pin(NUM_NOTES * NOTE_BYTES)
-            if address is None:
-                raise OutOfMemoryError(f"not even {format_size(NUM_NOTES * NOTE_BYTES)} of host memory can be pinned; free host memory")
-            self._notes = Slots(tuple(address + index * NOTE_BYTES for index in range(NUM_NOTES)), NOTE_BYTES)
-        return self._notes
-
     def free_pages(self) -> None:
-        """Frees what `pages` gave; slots and notes stay. No copy may be under way."""
-        staying = {slots.addresses[0] for slots in (self._slots, self._notes) if slots is not None}
-        kept = [(address, memory) for address, memory in self._pinned if address in staying]
+        """Frees what `pages` gave; the slots stay. No copy may be under way."""
+        slots = None if self._slots is None else self._slots.addresses[0]
+        kept = [(address, memory) for address, memory in self._pinned if address == slots]
         for address, memory in self._pinned:
-            if address not in staying:
+            if address != slots:
                 self._unpin(address, memory)
         self._pinned = kept
         self._pageable.clear()
@@ -226,7 +224,7 @@ class PinnedMemory:
         self.free_pages()
         while self._pinned:
             self._unpin(*self._pinned.pop())
-        self._slots = self._notes = None
+        self._slots = None
 
     def _unpin(self, address: int, memory: mmap.mmap) -> None:
         self._calls.bindings.cuMemHostUnregister(address)

@@ -15,10 +15,10 @@ from rollkv.config import CacheConfig, ModelConfig
 from rollkv.gguf_header import TensorData
 from rollkv.kv_cache import KVCache
 from rollkv.model.forward import enter, forward, logits
-from rollkv.model.step import Model
+from rollkv.model.step import Model, take_workspace
 from rollkv.model_config import required_tensors
 from rollkv.weights import load_weights
-from rollkv.workspace import MAX_FEW_ROWS, SLAB_BYTES, ropes_of, widest_added, widest_input, workspace_arrays
+from rollkv.workspace import MAX_FEW_ROWS, SLAB_BYTES, ropes_of, widest_added, widest_input
 
 
 def rehearse(backend: Backend, config: ModelConfig, cache: CacheConfig, tensors: Mapping[str, TensorData]) -> None:
@@ -30,9 +30,8 @@ def rehearse(backend: Backend, config: ModelConfig, cache: CacheConfig, tensors:
     few = replace(config, layers=tuple(config.layers[index] for index in kept))
     resident = replace(cache, residency="full", window_cells=None)
     pages = KVCache(backend, few, resident, plan_budget(few, resident, {}, {}))
-    workspace = {name: backend.empty(name, spec.shape, spec.dtype) for name, spec in workspace_arrays(few, cache).items()}
     weights = replace(weights, layers=tuple(weights.layers[index] for index in kept))
-    model = Model(backend, few, weights, pages, workspace, ropes_of(few))
+    model = Model(backend, few, weights, pages, take_workspace(backend, few, cache), ropes_of(few))
     for tokens in sorted({rows, *(1 << n for n in range(rows.bit_length()))}):
         hidden = forward(model, enter(model, np.zeros(tokens, np.int32), 0))
         logits(model, hidden.rows(min(tokens, MAX_FEW_ROWS)))

@@ -65,7 +65,7 @@ def qkv_append(
     _check_cover(runs, page, first_position, num_tokens)
     shape = launch_shape(num_tokens, layer.num_heads, page.num_kv_heads)
     kernel = spec(page.key_type, page.value_type, page.key_dim, page.value_dim)
-    heads = (layer.num_heads, page.num_kv_heads, page.page_cells, *turns)
+    heads = *map(np.int32, (layer.num_heads, page.num_kv_heads, page.page_cells)), *turns
     for run in runs:
         launcher.launch(
             kernel,
@@ -75,7 +75,8 @@ def qkv_append(
             position,
             check_run("qkv_append", run, page),
             q,
-            *map(np.int32, (run.num_slots, run.first_slot, run.first_page, run.num_pages, *heads)),
+            *map(np.int32, (run.num_slots, run.first_slot, run.first_page, run.num_pages)),
+            *heads,
             eps,
         )
 

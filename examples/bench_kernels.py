@@ -15,17 +15,18 @@ import numpy as np
 from tabulate import tabulate
 
 from rollkv.backend import Loadable, PageRun, Projected, RmsNorm, Stream
-from rollkv.config import CacheConfig, ModelConfig
+from rollkv.config import CacheConfig, ModelConfig, SamplingParams
 from rollkv.cuda.backend import CudaBackend
 from rollkv.cuda.kernels.add import add_bytes
 from rollkv.cuda.kernels.attn_decode import attend_rows_bytes
 from rollkv.cuda.kernels.attn_merge import merge_rows_bytes
+from rollkv.cuda.kernels.choose import choose_bytes
 from rollkv.cuda.kernels.linear_rows import linear_rows_bytes
 from rollkv.cuda.kernels.qkv_append import qkv_append_bytes
 from rollkv.gguf_file import GgufFile
 from rollkv.model_config import model_config
 from rollkv.synth import open_model
-from rollkv.workspace import qkv_columns
+from rollkv.workspace import choice_bytes, qkv_columns
 
 CALLS = 20  # in one graph
 L2_BYTES = 200 << 20  # inputs rotate over at least this much
@@ -115,6 +116,14 @@ class Bench:
         append = partial(backend.append, projected, position, last, page, self.cells - 1)
         self.add("append", layers, qkv_append_bytes(1, layer, page), [append])
 
+    def choice(self) -> None:
+        backend, vocab = self.backend, self.config.vocab_size
+        sequence, position = backend.upload("sequence", np.zeros(64, np.int32)), backend.upload("position", np.zeros(1, np.int32))
+        outcome, scratch = backend.empty("outcome", (2,), "i32"), backend.empty("choice", (choice_bytes(vocab),), "u8")
+        for name, times, sampling in (("greedy", 1, SamplingParams()), ("every filter", 0, SamplingParams(0.8, 40, 0.95, 0.05, 1.1))):
+            call = partial(backend.choose, self.random(1, vocab), sampling, sequence, position, outcome, scratch)
+            self.add(f"choose, {name}", times, choose_bytes(sampling, vocab), [call])
+
 
 def main(spec: str, cells: int) -> None:
     with open_model(spec) as file, CudaBackend(0) as backend:
@@ -124,6 +133,7 @@ def main(spec: str, cells: int) -> None:
         print(f"{backend.facts.name}: {bench.ceiling:.0f} GB/s for x += y over 1 GiB each; {spec}, {cells} cells")
         bench.products(file)
         bench.attention(CacheConfig(cells))
+        bench.choice()
         print(tabulate(bench.rows, HEADINGS, floatfmt=".1f"))
         total, moved = sum(row[-1] for row in bench.rows), sum(row[1] * row[3] for row in bench.rows) * 2**20
         print(f"sum {total:.2f} ms = {1e3 / total:.0f} tok/s; the bytes alone take {moved / bench.ceiling / 1e6:.2f} ms")

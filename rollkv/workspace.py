@@ -14,7 +14,7 @@ SLAB_BYTES = 64 << 20
 GEMM_WORKSPACE_BYTES = 32 << 20  # what cuBLAS asks for on Hopper; less would rule out some of its kernels
 STATE_EXTRA = 8  # floats of running attention state a head beside its outputs
 CHOICE_BLOCK = 1024  # tokens that a block of the choice looks at
-CHOICE_SEARCH_BYTES = 49_176  # two histograms of 2048 bins of a sum and a count, and what is known so far
+CHOICE_SEARCH_BYTES = 123_024  # five histograms of 2048 bins of a sum and a count, and what is known before each and in the end
 SET_PARTS = 16  # partial states of decode attention that are merged together, before the sets' states are
 
 

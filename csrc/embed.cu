@@ -1,7 +1,7 @@
-// out[t] = scale * row(tokens[t]) of a table of any type in its device form.
+// out[t] = scale * row(sequence[position[0] + t]) of a table of any type in its device form.
 //
-// A token outside the table gives a row of NaN (and reads nothing), so that the run's check for non-finite values reports it.
-// Operands  tokens i32 [T]; planes of TYPE [vocab, columns]; out f32 [T][columns].
+// A token outside the table, or a cell outside the sequence, gives a row of NaN (and reads nothing), so that the run's check for non-finite values reports it.
+// Operands  sequence i32 [n]; position i32 [1]; planes of TYPE [vocab, columns]; out f32 [T][columns].
 // Mapping   a thread takes a quarter of a span (16 columns of 64) of one row: what lane (row mod 8) * 4 + t holds. It also loads, and leaves, the
 //           other row of that lane, which costs nothing beside the launch.
 // Bound     the launch at T = 1; memory at many tokens (T * columns * (4 + 2 * bytes of a weight)).
@@ -10,16 +10,18 @@
 
 template <int TYPE>
 __global__ void __launch_bounds__(128) embed(
-    const int* tokens,                                                                                           // [T]
+    const int* sequence,                                                                                         // [n]
+    const int* position,                                                                                         // [1]
     const u8* __restrict__ p0, const u8* __restrict__ p1, const u8* __restrict__ p2, const u8* __restrict__ p3,  // planes
     float* out,                                                                                                  // [T][columns]
-    float scale, int vocab, int columns, int spans) {
+    float scale, int n, int vocab, int columns, int spans) {
   using Q = Quant<TYPE>;
   let_next_begin();
   wait_for_previous();
   const int i = blockIdx.y * 128 + threadIdx.x, span = i >> 2, t = i & 3;
   if (span >= spans) return;
-  const int token = fresh(tokens + blockIdx.x);
+  const i64 cell = i64(fresh(position)) + blockIdx.x;
+  const int token = cell >= 0 && cell < n ? fresh(sequence + cell) : -1;
   const bool known = token >= 0 && token < vocab;
   const int row = known ? token : 0;
   Q q;

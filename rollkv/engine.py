@@ -1,7 +1,8 @@
 """Load a model; prefill; decode step by step. Knows token ids and no text."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -19,16 +20,16 @@ from rollkv.host_memory import host_memory
 from rollkv.kv_cache import KVCache
 from rollkv.model.decode import Decoder
 from rollkv.model.fill import append_random
-from rollkv.model.forward import enter, forward, logits
+from rollkv.model.forward import choose, enter, forward, logits, move_to
 from rollkv.model.rehearsal import rehearse
-from rollkv.model.step import Model
+from rollkv.model.step import Model, take_workspace
 from rollkv.model_config import model_config
 from rollkv.phases import Phases
-from rollkv.sampling import check_sampling, choose
+from rollkv.sampling import check_sampling
 from rollkv.synth import open_model
 from rollkv.units import format_size
 from rollkv.weights import load_weights, weight_bytes
-from rollkv.workspace import MAX_FEW_ROWS, SLAB_BYTES, linear_scratch, ropes_of, widest_added, widest_input, workspace_arrays
+from rollkv.workspace import MAX_FEW_ROWS, SLAB_BYTES, linear_scratch, ropes_of, widest_added, widest_input
 
 BackendName = Literal["auto", "cuda", "host"]
 Progress = Callable[[int, int], None]
@@ -70,6 +71,14 @@ class Stats:
     def link_gbps(self) -> float | None:
         """Tail bytes a second while decoding, in 1e9 bytes."""
         return self.link_bytes / self.decode_seconds / 1e9 if self.decode_seconds > 0 and self.link_bytes else None
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """A token that the device is about to choose."""
+
+    outcome: Callable[[], np.ndarray]  # waits; i32 [2]: the id, and how many logits were not finite
+    copied_bytes: tuple[int, int]  # up to it
 
 
 class Engine:
@@ -114,13 +123,14 @@ class Engine:
         self.cache_config, self.budget = cache, budget
         backend.reserve_linear(min(cache.ubatch, cache.ctx_size), widest_input(config), widest_added(config), SLAB_BYTES)
         self._cache = KVCache(backend, config, cache, budget)
-        self._workspace = {name: backend.empty(name, spec.shape, spec.dtype) for name, spec in workspace_arrays(config, cache).items()}
+        self._workspace = take_workspace(backend, config, cache)
 
     def _begin(self) -> None:
         self._model = Model(self.backend, self.config, self._weights, self._cache, self._workspace, ropes_of(self.config))
         self._decoder = Decoder(self._model)
         self.stats = Stats(cap_bytes=self.budget.cap_bytes)
         self._position = 0
+        self._copied_bytes = 0, 0
 
     @property
     def backend_name(self) -> str:
@@ -133,8 +143,8 @@ class Engine:
 
     @property
     def copied_bytes(self) -> tuple[int, int]:
-        """(tail to device, device to tail) since memory was planned."""
-        return self._cache.copied_in_bytes, self._cache.copied_out_bytes
+        """(tail to device, device to tail) since memory was planned, for the cells so far."""
+        return self._copied_bytes
 
     def __enter__(self) -> "Engine":
         return self
@@ -154,21 +164,26 @@ class Engine:
     def prefill(self, tokens: Sequence[int], on_progress: Progress | None = None) -> np.ndarray:
         """Appends tokens; returns the logits behind the last one, float32 [vocab]. on_progress(tokens done, all tokens)."""
         ids = self._checked(tokens)
-        hidden: Array | None = None
-        for begin, part in self._ubatches(ids):
-            hidden = self._forward(part)
-            if on_progress is not None:
-                self.backend.synchronize()
-                on_progress(begin + len(part), len(ids))
-        assert hidden is not None
-        return self._row(hidden.rows(1, hidden.shape[0] - 1), ids)
+        return self._finite(self.backend.read(self._prefill(ids, on_progress))[0], ids)
 
     def decode(self, token: int) -> np.ndarray:
         """Appends one token; returns the logits behind it, float32 [vocab]."""
         ids = self._checked([token])
-        out = self._decoder.step(ids, self._position)
-        self._position += 1
+        enter(self._model, ids, self._position)
+        out = self._decoder.step(self._position)
+        self._advance(1)
         return self._finite(self.backend.read(out)[0], ids)
+
+    def reply(self, token: int, sampling: SamplingParams | None = None) -> Iterator[int]:
+        """Appends the token, yields the id chosen behind it, appends that, and so on to the end of the context. `position` counts the cells
+        behind which the last id was chosen. Raises as generate_ids."""
+        sampling = sampling or SamplingParams()
+        check_sampling(sampling)
+        ids = self._checked([token])
+        enter(self._model, ids, self._position)
+        choice = self._append_chosen(sampling)
+        self._position += 1
+        yield from self._chosen(choice, ids, sampling, self.cache_config.ctx_size - self._position + 1)
 
     def fill_random(self, num_cells: int, seed: int) -> None:
         """Appends num_cells cells of random keys and values instead of a prompt's: for speeds at a depth whose prefill would take too long.
@@ -178,7 +193,7 @@ class Engine:
         for begin in range(0, num_cells, self.cache_config.ubatch):
             count = min(self.cache_config.ubatch, num_cells - begin)
             append_random(self._model, self._position, count, draw)
-            self._position += count
+            self._advance(count)
 
     def logit_rows(self, tokens: Sequence[int]) -> Iterator[np.ndarray]:
         """Appends tokens; yields the logits behind each of them in slices of at most 16 rows, float32 [rows, vocab]."""
@@ -211,41 +226,81 @@ class Engine:
                 f"a prompt of {len(prompt_ids)} tokens and {num_tokens} new ones exceed the context of {self.cache_config.ctx_size} cells; "
                 "raise --ctx-size or lower --n-predict"
             )
-        sampling, history = sampling or SamplingParams(), list(prompt_ids)
+        sampling = sampling or SamplingParams()
         check_sampling(sampling)
         self.reset()
+        self.stats = Stats(len(prompt_ids), cap_bytes=self.budget.cap_bytes)
         start = time.perf_counter()
-        row = self.prefill(prompt_ids, on_progress)
-        prefilled = time.perf_counter()
-        copied = self._cache.copied_in_bytes
-        window_cells, tail_cells = self._occupancy()
-        self.stats = Stats(
-            len(prompt_ids), 0, prefilled - start, 0.0, None, window_cells, tail_cells, 0, self._device_bytes(), self.budget.cap_bytes
-        )
-        for count in range(1, num_tokens + 1):
-            token = choose(row, history, sampling, self._position - 1)
-            now = time.perf_counter()
-            window_cells, tail_cells = self._occupancy()
-            self.stats = replace(
-                self.stats,
-                ttft_seconds=self.stats.ttft_seconds or now - start,
-                generated_tokens=count,
-                decode_seconds=now - prefilled if count > 1 else 0.0,
-                link_bytes=self._cache.copied_in_bytes - copied,
-                window_cells=window_cells,
-                tail_cells=tail_cells,
-            )
-            if token in stop_ids:
-                self.stats = replace(self.stats, stop_reason="stop_token", stop_token=token, peak_device_bytes=self._device_bytes())
-                return
-            if count == num_tokens:
-                self.stats = replace(self.stats, stop_reason="length", peak_device_bytes=self._device_bytes())
-            history.append(token)
-            yield token
-            if count < num_tokens:
-                row = self.decode(token)
+        ids = self._checked(prompt_ids)
+        row = self._prefill(ids, on_progress)
+        move_to(self._model, self._position - 1)
+        choose(self._model, row, sampling)
+        with closing(self._chosen(self._choice(), ids, sampling, num_tokens)) as chosen:
+            for count, token in enumerate(chosen, 1):
+                now = time.perf_counter()
+                if count == 1:
+                    first, copied = now, self.copied_bytes[0]
+                    self.stats = replace(
+                        self.stats, prefill_seconds=now - start, ttft_seconds=now - start, peak_device_bytes=self._device_bytes()
+                    )
+                window_cells, tail_cells = self._occupancy()
+                self.stats = replace(
+                    self.stats,
+                    generated_tokens=count,
+                    decode_seconds=now - first,
+                    link_bytes=self.copied_bytes[0] - copied,
+                    window_cells=window_cells,
+                    tail_cells=tail_cells,
+                )
+                if token in stop_ids:
+                    self.stats = replace(self.stats, stop_reason="stop_token", stop_token=token, peak_device_bytes=self._device_bytes())
+                    return
+                if count == num_tokens:
+                    self.stats = replace(self.stats, stop_reason="length", peak_device_bytes=self._device_bytes())
+                yield token
 
     # -- inside ----------------------------------------------------------------------------------------------------------------
+    def _chosen(self, choice: _Choice, ids: np.ndarray, sampling: SamplingParams, count: int) -> Generator[int, None, None]:
+        """Yields `count` ids, the first of `choice`, which is made behind `ids`. While the caller has one, the device works on the next: the host
+        is a step behind, where it need not wait for every step anyway. Not into a new page, which would push an old one out: so a caller may stop
+        at any id, and the cell of a step that was not asked for is simply written again."""
+        for left in range(count - 1, -1, -1):
+            begins_page = self._position % self.budget.page_cells == 0
+            ahead = self._append_chosen(sampling) if left and self.backend.can_record and not begins_page else None
+            token, not_finite = choice.outcome().tolist()
+            self._copied_bytes = choice.copied_bytes
+            if not_finite:
+                self._explain(ids)
+            yield token
+            if left:
+                ids = np.array([token], np.int32)
+                choice = ahead or self._append_chosen(sampling)
+                self._position += 1
+
+    def _append_chosen(self, sampling: SamplingParams) -> _Choice:
+        """Appends the token that the sequence holds at the device's position, the cell behind those of this engine, and chooses the next."""
+        self._decoder.step(self._position, sampling)
+        return self._choice()
+
+    def _choice(self) -> _Choice:
+        outcome = self.backend.read_later(self._model.workspace["outcome"])
+        return _Choice(outcome, (self._cache.copied_in_bytes, self._cache.copied_out_bytes))
+
+    def _prefill(self, ids: np.ndarray, on_progress: Progress | None) -> Array:
+        """Appends ids; the logits behind the last one, f32 [1, vocab]."""
+        hidden: Array | None = None
+        for begin, part in self._ubatches(ids):
+            hidden = self._forward(part)
+            if on_progress is not None:
+                self.backend.synchronize()
+                on_progress(begin + len(part), len(ids))
+        assert hidden is not None
+        return logits(self._model, hidden.rows(1, hidden.shape[0] - 1))
+
+    def _advance(self, num_cells: int) -> None:
+        self._position += num_cells
+        self._copied_bytes = self._cache.copied_in_bytes, self._cache.copied_out_bytes
+
     def _checked(self, tokens: Sequence[int]) -> np.ndarray:
         ids = np.asarray(tokens, dtype=np.int64)
         if ids.size == 0:
@@ -268,19 +323,18 @@ class Engine:
 
     def _forward(self, ids: np.ndarray) -> Array:
         hidden = forward(self._model, enter(self._model, ids, self._position))
-        self._position += len(ids)
+        self._advance(len(ids))
         return hidden
-
-    def _row(self, hidden: Array, ids: np.ndarray) -> np.ndarray:
-        return self._finite(self.backend.read(logits(self._model, hidden))[0], ids)
 
     def _finite(self, row: np.ndarray, ids: np.ndarray) -> np.ndarray:
         if not np.isfinite(row).all():
-            self._explain(ids[-self.cache_config.ubatch :])
+            self._explain(ids)
         return row
 
     def _explain(self, ids: np.ndarray) -> None:
-        """Repeats the last step layer by layer and raises CheckFailed naming the first layer whose rows are not finite."""
+        """Repeats the last step, which appended the end of `ids`, layer by layer and raises CheckFailed naming the first layer whose rows are not
+        finite."""
+        ids = ids[(len(ids) - 1) // self.cache_config.ubatch * self.cache_config.ubatch :]
         position = self._position - len(ids)
 
         def check(index: int, hidden: Array) -> None:

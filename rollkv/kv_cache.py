@@ -1,6 +1,7 @@
 """The KV cache: device pools, the host tail, and the order of everything that touches them.
 
-`begin_step` plans a step; for every layer the model then calls `append` and goes through `walk` (behind `begin_append`: `append` alone).
+`begin_step` plans a step; for every layer the model then calls `append` and goes through `walk` (behind `begin_append`: `append` alone), or with a
+single token goes through `append_and_walk`.
 Streams and the three orderings of stream_plan.py are kept here and only here:
   written before copied    copies of a layer's tail wait for `_written[layer]`, recorded behind its last write-through
   copied before read       `walk` waits for a piece's copy before it hands the piece out
@@ -94,19 +95,22 @@ class KVCache:
         """What the current step does to the pages of a layer."""
         return self._steps[layer]
 
-    def append(self, layer: int, projected: Projected, position: Array, first_position: int) -> None:
-        """Finishes queries and stores the new cells of a layer, and starts the write-through of the pages that they complete.
+    def append(self, layer: int, projected: Projected, position: Array, first_position: int, q: Array) -> None:
+        """Finishes queries into q, f32 [T, H*Dk], stores the new cells of a layer, and starts the write-through of the pages that they complete.
         position i32 [1] holds first_position on the device."""
         step = self._steps[layer]
-        if layer in self._written:
-            self._backend.wait(Stream.COMPUTE, self._written[layer])
-        if step.appended[0].place is Place.FRESH and self._fresh_free[self._turn[layer]] is not None:
-            self._backend.wait(Stream.COMPUTE, self._fresh_free[self._turn[layer]])
-        if step.carried_page is not None:
-            window, fresh = self._windows[layer], self._fresh_pool(layer)
-            self._backend.copy_page(window.array, step.carried_page % window.num_slots, fresh.array, 0)
+        self._make_room(layer, step)
         runs = tuple(self._run(layer, segment) for segment in step.appended)
-        self._backend.append(projected, position, runs, self.formats[layer], first_position)
+        self._backend.append(projected, position, runs, self.formats[layer], first_position, q)
+        self._write_through(layer, step)
+
+    def append_and_walk(self, layer: int) -> Iterator[PageRun]:
+        """Around a single token's attention, which appends it: the runs as `walk` gives them. The last one holds the page that takes the new cell,
+        for that page is the newest and a single cell never passes through fresh slots. Take all of them."""
+        step = self._steps[layer]
+        self._make_room(layer, step)
+        for run, _ in self.walk(layer):
+            yield run
         self._write_through(layer, step)
 
     def walk(self, layer: int) -> Iterator[tuple[PageRun, bool]]:
@@ -124,6 +128,16 @@ class KVCache:
                 self._slot_free[piece.slot] = self._backend.record(Stream.COMPUTE)
                 self._used += 1
                 self._issue_copies()
+
+    def _make_room(self, layer: int, step: StepPages) -> None:
+        """Orders COMPUTE behind what still reads the slots that the new cells go to."""
+        if layer in self._written:
+            self._backend.wait(Stream.COMPUTE, self._written[layer])
+        if step.appended[0].place is Place.FRESH and self._fresh_free[self._turn[layer]] is not None:
+            self._backend.wait(Stream.COMPUTE, self._fresh_free[self._turn[layer]])
+        if step.carried_page is not None:
+            window, fresh = self._windows[layer], self._fresh_pool(layer)
+            self._backend.copy_page(window.array, step.carried_page % window.num_slots, fresh.array, 0)
 
     # -- a step that can be recorded ---------------------------------------------------------------------------------------------
     def settle(self) -> None:

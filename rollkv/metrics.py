@@ -47,11 +47,59 @@ class Comparison:
         return self.bit_equal_rows == self.rows and self.not_finite_rows == 0
 
 
+@dataclass(frozen=True)
+class SliceFigures:
+    """What one slice of rows comes to, before slices are summed up."""
+
+    equal: np.ndarray  # bool [R]: the same bits
+    finite: np.ndarray  # bool [R]: on both sides
+    same_top1: np.ndarray  # bool [R]
+    kld: np.ndarray  # float64 [R]
+    real: int  # rows whose top token differs beyond the noise
+    first_difference: Difference | None
+    max_abs: float
+    squared: float
+    power: float
+    tv: float
+
+
+def measure_slice(positions: np.ndarray, reference: np.ndarray, candidate: np.ndarray, noise: float) -> SliceFigures:
+    """Logits [R, V] of both sides at `positions` int [R]. Keeps no state, so slices may be measured side by side."""
+    if reference.shape != candidate.shape or len(positions) != len(reference):
+        raise ValueError(f"{len(positions)} positions, reference {reference.shape}, candidate {candidate.shape}: the rows do not match")
+    equal = equal_bits(reference, candidate)
+    finite, unequal = np.isfinite(reference).all(1), ~equal
+    finite[unequal] &= np.isfinite(candidate[unequal]).all(1)
+    kld = np.where(finite, 0.0, inf)
+    max_abs = squared = tv = 0.0
+    if (apart := finite & unequal).any():
+        want, got = reference[apart].astype(np.float64), candidate[apart].astype(np.float64)
+        difference = np.abs(got - want)
+        max_abs, squared = float(difference.max()), float(np.einsum("rv,rv->", difference, difference))
+        log_p, log_q = log_softmax(want), log_softmax(got)
+        p, q = np.exp(log_p), np.exp(log_q)
+        tv = float(0.5 * np.abs(p - q).sum())
+        # Rounding may leave a divergence of nearly equal rows a hair below zero.
+        kld[apart] = np.maximum((p * (log_p - log_q)).sum(1), 0.0)
+    tops, others = reference.argmax(1), candidate.argmax(1)
+    same = (tops == others) & finite
+    margins = {int(index): top_margin(reference[index]) if finite[index] else None for index in np.flatnonzero(~same)}
+    first = next((Difference(int(positions[i]), int(tops[i]), int(others[i]), margin) for i, margin in margins.items()), None)
+    real = sum(margin is None or margin > noise for margin in margins.values())
+    return SliceFigures(equal, finite, same, kld, real, first, max_abs, squared, _power(reference, finite), tv)
+
+
+def _power(rows: np.ndarray, finite: np.ndarray) -> float:
+    """Sum of squares of the finite rows; row by row, for a megabyte stays in the cache and ten do not."""
+    exact = (row.astype(np.float64) for row, counts in zip(rows, finite, strict=True) if counts)
+    return sum(float(np.einsum("v,v->", row, row)) for row in exact)  # BLAS would start threads of its own in every thread
+
+
 class RowComparison:
     """Accumulates a Comparison from slices in the order of their positions. noise: a margin up to this many logits counts as a tie."""
 
     def __init__(self, noise: float) -> None:
-        self._noise = noise
+        self.noise = noise
         self._kld: list[np.ndarray] = []  # float64 [R] a slice
         self._rows = self._equal = self._not_finite = self._same = self._real = 0
         self._positions = self._agreed = 0
@@ -61,28 +109,29 @@ class RowComparison:
 
     def add(self, positions: np.ndarray, reference: np.ndarray, candidate: np.ndarray) -> None:
         """Logits [R, V] of both sides at `positions` int [R]."""
-        if reference.shape != candidate.shape or len(positions) != len(reference):
-            raise ValueError(f"{len(positions)} positions, reference {reference.shape}, candidate {candidate.shape}: the rows do not match")
-        equal = equal_bits(reference, candidate)
-        finite = np.isfinite(reference).all(1) & np.isfinite(candidate).all(1)
+        self.include(positions, measure_slice(positions, reference, candidate, self.noise))
+
+    def include(self, positions: np.ndarray, found: SliceFigures) -> None:
+        """The figures of a slice at `positions` int [R]."""
         self._rows += len(positions)
-        self._equal += int(equal.sum())
-        self._not_finite += int((~finite).sum())
-        if self._first_unequal is None and not equal.all():
-            self._first_unequal = int(positions[np.argmin(equal)])
-        for row in reference[finite] if not finite.all() else reference:  # row by row: a megabyte stays in the cache, ten do not
-            exact = row.astype(np.float64)
-            self._power += float(np.dot(exact, exact))
-        kld = np.full(len(positions), inf)
-        kld[equal & finite] = 0.0
-        unequal = finite & ~equal
-        if unequal.any():
-            kld[unequal] = self._add_unequal(reference[unequal].astype(np.float64), candidate[unequal].astype(np.float64))
-        self._kld.append(kld)
-        self._add_tops(positions, reference, candidate, finite)
+        self._positions += len(positions)
+        self._equal += int(found.equal.sum())
+        self._not_finite += int((~found.finite).sum())
+        self._same += int(found.same_top1.sum())
+        self._agreed += int(found.same_top1.sum())
+        self._real += found.real
+        if self._first_unequal is None and not found.equal.all():
+            self._first_unequal = int(positions[np.argmin(found.equal)])
+        self._kld.append(found.kld)
+        self._max_abs = max(self._max_abs, found.max_abs)
+        self._squared += found.squared
+        self._power += found.power
+        self._tv += found.tv
+        if found.first_difference is not None:
+            self._differ(found.first_difference)
 
     def add_tops(self, positions: np.ndarray, reference: np.ndarray, candidate: np.ndarray) -> None:
-        """Top tokens, int [R] each, at positions whose logits are not known. Call in order of the positions, beside `add`."""
+        """Top tokens, int [R] each, at positions whose logits are not known. Beside `add`."""
         self._positions += len(positions)
         self._agreed += int((reference == candidate).sum())
         for index in np.flatnonzero(reference != candidate)[:1]:
@@ -107,33 +156,11 @@ class RowComparison:
             tv_mean=self._tv / self._rows + broken,
             same_top1=self._same / self._rows,
             real_frac=self._real / self._rows,
-            noise=self._noise,
+            noise=self.noise,
             positions=self._positions,
             full_agreement=self._agreed / self._positions,
             first_difference=self._first,
         )
-
-    def _add_unequal(self, want: np.ndarray, got: np.ndarray) -> np.ndarray:
-        """Finite rows [R, V], float64; returns their KL divergences [R]."""
-        difference = np.abs(got - want)
-        self._max_abs = max(self._max_abs, float(difference.max()))
-        self._squared += float(np.einsum("rv,rv->", difference, difference))
-        log_p, log_q = log_softmax(want), log_softmax(got)
-        p, q = np.exp(log_p), np.exp(log_q)
-        self._tv += float(0.5 * np.abs(p - q).sum())
-        # Rounding may leave a divergence of nearly equal rows a hair below zero.
-        return np.maximum((p * (log_p - log_q)).sum(1), 0.0)
-
-    def _add_tops(self, positions: np.ndarray, reference: np.ndarray, candidate: np.ndarray, finite: np.ndarray) -> None:
-        want, got = reference.argmax(1), candidate.argmax(1)
-        same = (want == got) & finite
-        self._same += int(same.sum())
-        self._positions += len(positions)
-        self._agreed += int(same.sum())
-        for index in np.flatnonzero(~same):
-            margin = top_margin(reference[index]) if finite[index] else None
-            self._real += margin is None or margin > self._noise
-            self._differ(Difference(int(positions[index]), int(want[index]), int(got[index]), margin))
 
     def _differ(self, difference: Difference) -> None:
         if self._first is None or difference.position < self._first.position:

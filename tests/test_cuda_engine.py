@@ -7,14 +7,16 @@ import numpy as np
 import pytest
 
 import engines
+from rollkv.config import SamplingParams
 from rollkv.engine import Engine
 from rollkv.errors import OutOfMemoryError
+from rollkv.sampling import choose
 from rollkv.units import MIB
 
 pytestmark = pytest.mark.gpu
 
 PAGE = 64
-
+SAMPLED = SamplingParams(temperature=0.9, top_k=50, top_p=0.98, repeat_penalty=1.2, repeat_last=20, seed=3)
 
 Make = Callable[..., Engine]
 
@@ -153,17 +155,44 @@ def test_closing_gives_everything_back(cuda_engine: Make) -> None:
 
 def test_a_tail_that_cannot_be_pinned_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch, cuda_engine: Make) -> None:
     """Only the slots are pinned: the tail is pageable, said aloud, and steps are not recorded."""
-    from rollkv.cuda.memory import NUM_SLOTS, SLOT_BYTES, PinnedMemory
+    from rollkv.cuda.memory import SLOT_BYTES, PinnedMemory, slots_bytes
 
     tokens = engines.fixture("qwen3")["tokens"].tolist() * 3
     config = engines.cache(480, page_cells=PAGE, kv="f16", ubatch=200)
     resident = rows_of(cuda_engine("qwen3", config), tokens, 400)
     pin, said = PinnedMemory._pin, []
-    monkeypatch.setattr(PinnedMemory, "_pin", lambda self, size: pin(self, size) if size == NUM_SLOTS * SLOT_BYTES else None)
+    monkeypatch.setattr(PinnedMemory, "_pin", lambda self, size: pin(self, size) if size == slots_bytes(SLOT_BYTES) else None)
     windowed = engines.cache(480, page_cells=PAGE, kv="f16", ubatch=200, window=PAGE)
     engine = cuda_engine("qwen3", windowed, warn=said.append)
     assert not engine.backend.can_record and any("pinned" in message for message in said)
+    prompt = tokens[:100]
+    ids = list(engine.generate_ids(prompt, 80))
+    engine.reset()
     np.testing.assert_array_equal(rows_of(engine, tokens, 400), resident)
+    with cuda_engine("qwen3", config) as engine:
+        assert list(engine.generate_ids(prompt, 80)) == ids
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(), SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("model", ["qwen3", "gemma3"])
+def test_the_device_chooses_what_the_host_would(model: str, sampling: SamplingParams, cuda_engine: Make) -> None:
+    """Generation, which runs ahead of the host, against single steps whose logits the host reads."""
+    prompt = engines.fixture(model)["tokens"][:100].tolist()
+    with cuda_engine(model, engines.cache(480, page_cells=PAGE, kv="f16")) as engine:
+        ids, row = list(prompt), engine.prefill(prompt)
+        while len(ids) < 300:
+            ids.append(choose(row, ids, sampling, len(ids) - 1))
+            row = engine.decode(ids[-1])
+    for window in (None, PAGE, 3 * PAGE):
+        with cuda_engine(model, engines.cache(480, page_cells=PAGE, kv="f16", window=window)) as engine:
+            for _ in range(2):
+                assert list(engine.generate_ids(prompt, 200, sampling)) == ids[100:], f"window {window}"
+            for stop_at in (1, 28, 29, 30):  # a page ends behind cell 127, and so behind the 29th id
+                steps = engine.generate_ids(prompt, 200, sampling)
+                assert [next(steps) for _ in range(stop_at)] == ids[100 : 100 + stop_at]
+                steps.close()  # type: ignore[attr-defined]
+                rest = [engine.decode(token) for token in ids[100 + stop_at - 1 : 200]]
+                assert choose(rest[-1], ids[:200], sampling, 199) == ids[200], f"window {window}, stopped at {stop_at}"
 
 
 def test_recorded_steps_cross_pages_and_sequences(cuda_engine: Make) -> None:

@@ -14,11 +14,11 @@ from fake_driver import FakeDriver
 from rollkv.backend import Loadable, PageRun, Stream
 from rollkv.cuda.backend import CudaBackend
 from rollkv.cuda.context import Context
-from rollkv.cuda.copies import Copies, Events, SlotRing, pieces
+from rollkv.cuda.copies import Copies, Events, Notes, SlotRing, pieces
 from rollkv.cuda.device import DeviceArray, Launcher, Pointer, TensorMap, check_array
 from rollkv.cuda.driver import DriverCalls, find_device
 from rollkv.cuda.environment import probe
-from rollkv.cuda.memory import GRANULE_BYTES, NUM_SLOTS, DeviceMemory, HostChunk, HostPages, PinnedMemory
+from rollkv.cuda.memory import GRANULE_BYTES, NUM_NOTES, NUM_SLOTS, DeviceMemory, HostChunk, HostPages, PinnedMemory, slots_bytes
 from rollkv.cuda.nvml import ProcessMemory
 from rollkv.cuda.nvrtc import CubinCache, KernelError, KernelSpec
 from rollkv.errors import DeviceError, OutOfMemoryError
@@ -245,7 +245,7 @@ class _Copying:
         self.streams = {stream: 100 + stream.value for stream in Stream}
         self.memory = PinnedMemory(calls, chunk_pages * page_bytes, lambda _: None)
         if slot_bytes is not None:
-            self.driver.pin_limit = NUM_SLOTS * slot_bytes
+            self.driver.pin_limit = slots_bytes(slot_bytes)
             self.memory.slots()
             self.driver.pin_limit = pin_limit
         self.tail = self.memory.pages("tail", num_pages, page_bytes)
@@ -344,6 +344,22 @@ def test_a_slot_is_taken_again_behind_its_event() -> None:
     assert "cuEventSynchronize" not in [name for name, _ in c.driver.calls]
     slots.take()
     assert [args for name, args in c.driver.calls if name == "cuEventSynchronize"] == [(events[0].handle,)]
+
+
+def test_notes_are_read_behind_the_device() -> None:
+    c = _Copying(1, 2, 256)
+    notes = Notes(DriverCalls(c.driver), c.streams, c.events, c.memory)
+    readers = []
+    for number in range(NUM_NOTES):
+        c.values[0, :64] = number
+        readers.append(notes.read_later(c.pool.ptr, 64))
+    assert "cuEventSynchronize" not in [name for name, _ in c.driver.calls], "asking does not wait"
+    assert [reader() for reader in readers] == [bytes([number]) * 64 for number in range(NUM_NOTES)]
+    assert [name for name, _ in c.driver.calls].count("cuEventSynchronize") == NUM_NOTES
+    c.memory.free_pages()
+    assert notes.read_later(c.pool.ptr, 8)() == bytes([NUM_NOTES - 1]) * 8
+    with pytest.raises(ValueError, match="64"):
+        notes.read_later(c.pool.ptr, 65)
 
 
 def test_events_are_reused_when_nobody_holds_them() -> None:

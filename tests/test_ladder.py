@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -289,14 +290,19 @@ class FakeEngine:
         self._clock[0] += 1e-3 * len(ids)
         return np.eye(9)[3]
 
-    def decode(self, token: int) -> np.ndarray:
+    def reply(self, token: int) -> Iterator[int]:
+        while True:
+            token = self.step(token)
+            yield token
+
+    def step(self, token: int) -> int:
         self.fed.append(token)
         tail = max(self.position // PAGE + 1 - self.budget.window_pages, 0) * self._page_bytes
         self.position += 1
         self._steps += 1
         self._copied += tail
         self._clock[0] += max(self._t0, tail / LINK) * (self._slow * (8 - self._steps) if self._slow > 1 and self._steps < 7 else 1)
-        return np.eye(9)[(token + 1) % 9]
+        return (token + 1) % 9
 
 
 class Hill:
@@ -386,12 +392,11 @@ def test_warm_up_waits_for_two_equal_steps(config):
 
 def test_a_run_that_never_settles_says_so(config):
     hill, ticks = Hill(config), random.Random(1)
-    engine_decode = FakeEngine.decode
 
     class Restless(FakeEngine):
-        def decode(self, token: int) -> np.ndarray:
+        def step(self, token: int) -> int:
             self._clock[0] += 0.01 * 1.1 ** (self._steps % 2 * 9) + 1e-6 * ticks.random()
-            return engine_decode(self, token)
+            return super().step(token)
 
     hill.open = lambda rung: Restless(rung, config, hill.clock)  # type: ignore[method-assign]
     (result,) = hill.run()

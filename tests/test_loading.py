@@ -98,7 +98,7 @@ def test_files_arrive_whole(monkeypatch: pytest.MonkeyPatch, model: str) -> None
             else:
                 values = dequantise(tensor.qtype, tensor.raw, tensor.shape)
                 np.testing.assert_array_equal(_bytes(target.ptr, target.nbytes).view(np.float32), values)
-    assert at.pinned.pinned_bytes == memory.NUM_SLOTS * (64 << 10)
+    assert at.pinned.pinned_bytes == memory.slots_bytes(64 << 10)
     assert "cuStreamSynchronize" not in [name for name, _ in at.driver.calls]
 
 

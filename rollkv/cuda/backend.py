@@ -5,7 +5,7 @@ until `clear`; in between nothing allocates. Used from the thread that made it.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any, cast
 
@@ -15,7 +15,7 @@ from rollkv.backend import Backend, DeviceUse, GpuFacts, Loadable, PageRun, Stre
 from rollkv.config import Dtype
 from rollkv.cuda import gemm
 from rollkv.cuda.context import Context
-from rollkv.cuda.copies import Copies, Event, Events, SlotRing
+from rollkv.cuda.copies import Copies, Event, Events, Notes, SlotRing
 from rollkv.cuda.device import DeviceArray, Launcher
 from rollkv.cuda.driver import DriverCalls, find_device
 from rollkv.cuda.graph import Graph, capture
@@ -66,6 +66,7 @@ class CudaBackend(Operations):
         self._events = Events(self._calls, streams)
         self._slots = SlotRing(self._events, self._pinned)
         self._copies = Copies(self._calls, streams, self._events, self._slots)
+        self._notes = Notes(self._calls, streams, self._events, self._pinned)
         self._gemm: gemm.Gemm | None = None
         self._warm: set[gemm.Product] = set()  # whose kernels the vendor library has loaded
         self._graphs: list[Graph] = []
@@ -168,12 +169,27 @@ class CudaBackend(Operations):
 
     def read(self, array: DeviceArray) -> np.ndarray:
         values: np.ndarray = np.empty(array.shape, _NUMPY[array.dtype])
-        try:
+        with self._naming_the_kernel():
             self._copies.download(array.ptr, values.ctypes.data, values.nbytes)
-        except DeviceError:
-            self.synchronize()  # a kernel's failure surfaces here: name the kernel
-            raise
         return values
+
+    def read_later(self, array: DeviceArray) -> Callable[[], np.ndarray]:
+        data = self._notes.read_later(array.ptr, array.nbytes)
+
+        def read() -> np.ndarray:
+            with self._naming_the_kernel():
+                return np.frombuffer(data(), _NUMPY[array.dtype]).reshape(array.shape)
+
+        return read
+
+    @contextmanager
+    def _naming_the_kernel(self) -> Iterator[None]:
+        """A kernel's failure surfaces where the host waits."""
+        try:
+            yield
+        except DeviceError:
+            self.synchronize()
+            raise
 
     def load(self, parts: Iterable[Loadable]) -> Iterator[CudaWeight | DeviceArray]:
         """Host memory stays at the size of the pinned slots."""

@@ -6,14 +6,14 @@ bytes have arrived, so what a later call reads is always whole.
 """
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from rollkv.backend import PageRun, Stream
 from rollkv.cuda.device import DeviceArray
 from rollkv.cuda.driver import DriverCalls
-from rollkv.cuda.memory import HostPages, PinnedMemory
+from rollkv.cuda.memory import NOTE_BYTES, HostPages, PinnedMemory
 
 _DISABLE_TIMING = 2  # CU_EVENT_DISABLE_TIMING: cheaper to record
 
@@ -210,3 +210,29 @@ class Copies:
         size = self._slots.slot_bytes
         for offset in range(0, num_bytes, size):
             yield offset, min(size, num_bytes - offset)
+
+
+class Notes:
+    """Small values that the host reads behind the device. A note's place is used again by the NUM_NOTES-th from it on."""
+
+    def __init__(self, calls: DriverCalls, streams: dict[Stream, Any], events: Events, memory: PinnedMemory):
+        self._calls = calls
+        self._stream = streams[Stream.COMPUTE]
+        self._events = events
+        self._memory = memory
+        self._turn = 0
+
+    def read_later(self, device: int, num_bytes: int) -> Callable[[], bytes]:
+        """Device memory, at most NOTE_BYTES, behind all COMPUTE work so far: the call waits for it."""
+        notes = self._memory.slots().notes
+        if num_bytes > NOTE_BYTES:
+            raise ValueError(f"{num_bytes} bytes; a note holds {NOTE_BYTES}")
+        address, self._turn = notes[self._turn], (self._turn + 1) % len(notes)
+        self._calls("cuMemcpyDtoHAsync", address, device, num_bytes, self._stream)
+        event = self._events.record(Stream.COMPUTE)
+
+        def wait() -> bytes:
+            self._events.synchronize(event)
+            return ctypes.string_at(address, num_bytes)
+
+        return wait

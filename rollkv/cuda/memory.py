@@ -22,6 +22,7 @@ from rollkv.workspace import ALIGNMENT, GRANULE_BYTES
 HOST_CHUNK_BYTES = 256 * MIB
 SLOT_BYTES = 8 * MIB  # of a pinned slot: a copy of 8 MiB reaches 97 % of the link's rate
 NUM_SLOTS = 12  # 8 threads fill them: 31 GB/s out of the page cache; 23 with 8 slots and 6 threads
+NOTE_BYTES, NUM_NOTES = 64, 8
 _SMALLEST_SLOT_BYTES = MIB // 4
 _SMALLEST_CHUNK_BYTES = 4 * MIB
 _TOUCH_BYTES = 16 * MIB  # that one thread touches at a time
@@ -141,10 +142,16 @@ class HostPages:
 
 @dataclass(frozen=True)
 class Slots:
-    """Equal pieces of pinned memory."""
+    """Equal pieces of pinned memory, and small ones behind them for what the host reads behind the device."""
 
     addresses: tuple[int, ...]
     slot_bytes: int
+    notes: tuple[int, ...]  # addresses of NOTE_BYTES each
+
+
+def slots_bytes(slot_bytes: int) -> int:
+    """Pinned memory of slots of this size and the notes behind them."""
+    return NUM_SLOTS * slot_bytes + NUM_NOTES * NOTE_BYTES
 
 
 class PinnedMemory:
@@ -185,13 +192,15 @@ class PinnedMemory:
         return bool(self._pageable)
 
     def slots(self) -> Slots:
-        """What copies of pageable memory pass through: made on first use, smaller where memory is short. Raises OutOfMemoryError when none
-        can be had."""
+        """What copies of pageable memory and notes pass through: made on first use, smaller where memory is short. Raises OutOfMemoryError
+        when none can be had."""
         size = SLOT_BYTES
         while self._slots is None:
-            address = self._pin(NUM_SLOTS * size)
+            address = self._pin(slots_bytes(size))
             if address is not None:
-                self._slots = Slots(tuple(address + index * size for index in range(NUM_SLOTS)), size)
+                behind = address + NUM_SLOTS * size
+                notes = tuple(behind + index * NOTE_BYTES for index in range(NUM_NOTES))
+                self._slots = Slots(tuple(address + index * size for index in range(NUM_SLOTS)), size, notes)
             elif size <= _SMALLEST_SLOT_BYTES:
                 raise OutOfMemoryError(
                     f"not even {format_size(NUM_SLOTS * size)} of host memory can be pinned; free host memory, or raise the container's limit"

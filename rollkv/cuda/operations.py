@@ -6,11 +6,11 @@ from abc import ABC, abstractmethod
 
 import numpy as np
 
-from rollkv.backend import PageRun, Projected, RmsNorm
+from rollkv.backend import PageRun, PartStates, Projected, RmsNorm
 from rollkv.config import Dtype, LayerConfig, PageFormat, RopeConfig, SamplingParams
 from rollkv.cuda import gemm
 from rollkv.cuda.device import DeviceArray, Launcher
-from rollkv.cuda.kernels import add, attn_decode, attn_merge, attn_prefill, choose, embed, linear_rows, qkv_append, rope_table
+from rollkv.cuda.kernels import add, attn_decode, attn_prefill, choose, embed, linear_rows, qkv_append, rope_table
 from rollkv.cuda.weights_gpu import CudaWeight
 from rollkv.workspace import GEMM_WORKSPACE_BYTES, MAX_FEW_ROWS
 
@@ -60,8 +60,8 @@ class Operations(ABC):
         self._slab = self._large = None
         self._ropes.clear()
 
-    def embed(self, tokens: DeviceArray, table: CudaWeight, scale: float, out: DeviceArray) -> None:
-        embed.embed(self.launcher, tokens, table, out, scale=scale)
+    def embed(self, sequence: DeviceArray, position: DeviceArray, table: CudaWeight, scale: float, out: DeviceArray) -> None:
+        embed.embed(self.launcher, sequence, position, table, out, scale=scale)
 
     def linear(
         self,
@@ -114,25 +114,22 @@ class Operations(ABC):
             constants = self._ropes[rope] = self.upload("rope frequencies", frequency.view(np.uint8)), magnitude
         rope_table.rope_table(self.launcher, position, constants[0], out, magnitude=constants[1])
 
-    def append(self, projected: Projected, position: DeviceArray, runs: tuple[PageRun, ...], page: PageFormat, first_position: int) -> None:
-        qkv_append.qkv_append(self.launcher, projected, position, runs, page, first_position)
+    def append(
+        self, projected: Projected, position: DeviceArray, runs: tuple[PageRun, ...], page: PageFormat, first_position: int, q: DeviceArray
+    ) -> None:
+        qkv_append.qkv_append(self.launcher, projected, position, runs, page, first_position, q)
 
-    def attend_rows(
+    def attend_step(
         self,
-        q: DeviceArray,
+        projected: Projected,
         position: DeviceArray,
         run: PageRun,
-        base_page: int,
-        layer: LayerConfig,
         page: PageFormat,
         scale: float,
-        part_out: DeviceArray,
-        part_lse: DeviceArray,
+        parts: PartStates,
+        out: DeviceArray,
     ) -> None:
-        attn_decode.attend_rows(self.launcher, q, position, run, base_page, layer, page, scale, part_out, part_lse)
-
-    def merge_rows(self, part_out: DeviceArray, part_lse: DeviceArray, num_parts: int, layer: LayerConfig, out: DeviceArray) -> None:
-        attn_merge.merge_rows(self.launcher, part_out, part_lse, num_parts, layer, out)
+        attn_decode.attend_step(self.launcher, projected, position, run, page, scale, parts, out)
 
     def attend_tile(
         self,

@@ -1,26 +1,27 @@
 """One token at a time: a step is recorded as a graph and replayed until the pages that it touches change.
 
-Positions and tokens live in device memory, so a recorded step is right for every position within the same pages. A step that begins or
-completes a page runs directly: it moves pages that the recorded one does not.
+Position and sequence live in device memory, and a step that chooses the next token moves both on, so a recorded step is right for every
+position within the same pages and can be replayed before the host knows what it chose. A step that begins or completes a page runs
+directly: it moves pages that the recorded one does not.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from rollkv.backend import Array
-from rollkv.model.forward import enter, forward, logits
+from rollkv.config import SamplingParams
+from rollkv.model.forward import choose, forward, logits, step_at
 from rollkv.model.step import Model
 from rollkv.pages import StepPages
 
 
 @dataclass(frozen=True)
 class _Recorded:
-    """A graph, the pages that it is right for, and the tail bytes that one replay copies in."""
+    """A graph, the pages that it is right for, how it chooses, and the tail bytes that one replay copies in."""
 
     pages: tuple[StepPages, ...]
+    sampling: SamplingParams | None
     graph: Any
     copied_in_bytes: int
 
@@ -33,20 +34,23 @@ class Decoder:
         self._last: tuple[StepPages, ...] | None = None
         self._recorded: _Recorded | None = None
 
-    def step(self, token: np.ndarray, position: int) -> Array:
-        """Appends the token (int32 [1]) at cell `position`; returns its logits, f32 [1, vocab]."""
+    def step(self, position: int, sampling: SamplingParams | None = None) -> Array:
+        """Appends the token that the sequence holds at cell `position`, where the device's position must stand; then, given how, chooses the
+        next. Returns the logits behind the token, f32 [1, vocab]."""
         model, cache = self._model, self._model.cache
-        step = enter(model, token, position)
+        step = step_at(model, 1, position)
         pages = cache.plan(position, 1)
 
         def run() -> None:
-            logits(model, forward(model, step))
+            row = logits(model, forward(model, step))
+            if sampling is not None:
+                choose(model, row, sampling)
 
         # The first step over these pages runs directly: it loads what recording must not load.
         repeats = pages == self._last and not any(layer.completed for layer in pages)
-        if repeats and model.backend.can_record and (self._recorded is None or self._recorded.pages != pages):
-            self._record(pages, run)
-        if self._recorded is not None and self._recorded.pages == pages:
+        if repeats and model.backend.can_record and not self._has(pages, sampling):
+            self._record(pages, sampling, run)
+        if self._recorded is not None and self._has(pages, sampling):
             model.backend.replay(self._recorded.graph)
             cache.mark_ring_busy()
             cache.copied_in_bytes += self._recorded.copied_in_bytes
@@ -61,7 +65,10 @@ class Decoder:
             self._model.backend.release(self._recorded.graph)
         self._recorded = self._last = None
 
-    def _record(self, pages: tuple[StepPages, ...], run: Callable[[], None]) -> None:
+    def _has(self, pages: tuple[StepPages, ...], sampling: SamplingParams | None) -> bool:
+        return self._recorded is not None and self._recorded.pages == pages and self._recorded.sampling == sampling
+
+    def _record(self, pages: tuple[StepPages, ...], sampling: SamplingParams | None, run: Callable[[], None]) -> None:
         cache, backend = self._model.cache, self._model.backend
         self.close()
         before = cache.copied_in_bytes
@@ -72,5 +79,5 @@ class Decoder:
                 run()
 
         graph = backend.capture(isolated)
-        self._recorded = _Recorded(pages, graph, cache.copied_in_bytes - before)
+        self._recorded = _Recorded(pages, sampling, graph, cache.copied_in_bytes - before)
         cache.copied_in_bytes = before

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import numpy as np
 
 from rollkv.backend import Array
+from rollkv.config import SamplingParams
 from rollkv.model import gemma3, llama
 from rollkv.model.step import Model, Step
 
@@ -17,12 +18,21 @@ LAYERS: dict[str, Callable[[Model, Step, int, Array], None]] = {
 
 
 def enter(model: Model, tokens: np.ndarray, position: int) -> Step:
-    """Puts tokens (int32 [T]), which belong at cells position .. position + T - 1, and the position into device memory."""
-    backend, workspace, num_tokens = model.backend, model.workspace, len(tokens)
-    backend.write(workspace["tokens"], tokens)
-    backend.write(workspace["position"], np.array([position], np.int32))
-    tables = {rope: workspace[f"rope.{number}"].rows(num_tokens) for number, rope in enumerate(model.ropes)}
-    return Step(num_tokens, position, workspace["position"], tables)
+    """Puts tokens (int32 [T]) into the sequence at cells position .. position + T - 1, and the position into device memory."""
+    model.backend.write(model.workspace["sequence"].rows(len(tokens), position), tokens)
+    move_to(model, position)
+    return step_at(model, len(tokens), position)
+
+
+def move_to(model: Model, position: int) -> None:
+    """Puts the position into device memory."""
+    model.backend.write(model.workspace["position"], np.array([position], np.int32))
+
+
+def step_at(model: Model, num_tokens: int, position: int) -> Step:
+    """The step of the tokens that the sequence holds at cells position .. position + num_tokens - 1; the device's position must stand there."""
+    tables = {rope: model.workspace[f"rope.{number}"].rows(num_tokens) for number, rope in enumerate(model.ropes)}
+    return Step(num_tokens, position, model.workspace["position"], tables)
 
 
 def forward(model: Model, step: Step, after_layer: Callable[[int, Array], None] | None = None) -> Array:
@@ -37,7 +47,7 @@ def forward(model: Model, step: Step, after_layer: Callable[[int, Array], None] 
     model.cache.begin_step(step.position, step.num_tokens)
     for rope, table in step.tables.items():
         backend.rope_table(rope, step.position_array, table)
-    backend.embed(workspace["tokens"].rows(step.num_tokens), model.weights.token_embd, config.embedding_scale, hidden)
+    backend.embed(workspace["sequence"], step.position_array, model.weights.token_embd, config.embedding_scale, hidden)
     for index in range(config.num_layers):
         layer(model, step, index, hidden)
         if after_layer is not None:
@@ -50,3 +60,11 @@ def logits(model: Model, hidden: Array) -> Array:
     out = model.workspace["logits"].rows(hidden.shape[0])
     model.backend.linear(hidden, model.weights.output, out, norm=model.weights.output_norm)
     return out
+
+
+def choose(model: Model, row: Array, sampling: SamplingParams) -> None:
+    """Chooses the token behind the cell where the device's position stands, puts it into the sequence and moves the position on to it; what
+    came of it is in workspace["outcome"]. row f32 [1, vocab]: that cell's logits."""
+    workspace = model.workspace
+    sequence, position, outcome = workspace["sequence"], workspace["position"], workspace["outcome"]
+    model.backend.choose(row, sampling, sequence, position, outcome, workspace["choice.scratch"])

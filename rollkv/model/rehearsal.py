@@ -14,11 +14,11 @@ from rollkv.budget import plan_budget
 from rollkv.config import CacheConfig, ModelConfig, SamplingParams
 from rollkv.gguf_header import TensorData
 from rollkv.kv_cache import KVCache
-from rollkv.model.forward import enter, forward, logits
-from rollkv.model.step import Model
+from rollkv.model.forward import choose, enter, forward, logits
+from rollkv.model.step import Model, take_workspace
 from rollkv.model_config import required_tensors
 from rollkv.weights import load_weights
-from rollkv.workspace import MAX_FEW_ROWS, SLAB_BYTES, ropes_of, widest_added, widest_input, workspace_arrays
+from rollkv.workspace import MAX_FEW_ROWS, SLAB_BYTES, ropes_of, widest_added, widest_input
 
 
 def rehearse(backend: Backend, config: ModelConfig, cache: CacheConfig, tensors: Mapping[str, TensorData]) -> None:
@@ -30,15 +30,13 @@ def rehearse(backend: Backend, config: ModelConfig, cache: CacheConfig, tensors:
     few = replace(config, layers=tuple(config.layers[index] for index in kept))
     resident = replace(cache, residency="full", window_cells=None)
     pages = KVCache(backend, few, resident, plan_budget(few, resident, {}, {}))
-    workspace = {name: backend.empty(name, spec.shape, spec.dtype) for name, spec in workspace_arrays(few, cache).items()}
     weights = replace(weights, layers=tuple(weights.layers[index] for index in kept))
-    model = Model(backend, few, weights, pages, workspace, ropes_of(few))
+    model = Model(backend, few, weights, pages, take_workspace(backend, few, cache), ropes_of(few))
     for tokens in sorted({rows, *(1 << n for n in range(rows.bit_length()))}):
         hidden = forward(model, enter(model, np.zeros(tokens, np.int32), 0))
         rows_out = logits(model, hidden.rows(min(tokens, MAX_FEW_ROWS)))
-    sequence, outcome = backend.empty("sequence", (1,), "i32"), backend.empty("outcome", (2,), "i32")
     for sampling in (SamplingParams(), SamplingParams(temperature=1.0, top_p=0.5)):  # greedy, and all that any other takes
-        backend.choose(rows_out.rows(1), sampling, sequence, workspace["position"], outcome, workspace["choice.scratch"])
+        choose(model, rows_out.rows(1), sampling)
 
 
 def _different_layers(config: ModelConfig, tensors: Mapping[str, TensorData]) -> list[int]:

@@ -109,15 +109,16 @@ def _repeat(engine: Engine, rung: Rung, climb: Climb, prompt: Prompt, number: in
     filled = clock() - begin
     reply = [prompt.ids[0] if row is None else int(row.argmax())]
     chosen = clock() - begin
-    warm_steps, settled = _settle(engine, reply, clock)
+    ids = engine.reply(reply[0])
+    warm_steps, settled = _settle(ids, reply, clock)
     seconds, copied = [], []
     for _ in range(climb.num_steps):
         before = engine.copied_bytes[0]
-        seconds.append(_step(engine, reply, clock))
+        seconds.append(_step(ids, reply, clock))
         copied.append(engine.copied_bytes[0] - before)
     position, device_bytes = engine.position, _device_bytes(engine)
     while len(reply) < prompt.reply_tokens:
-        _step(engine, reply, clock)
+        _step(ids, reply, clock)
     return Repetition(
         prefill_seconds=filled if climb.times_depth else prefill_seconds,
         ttft_seconds=chosen if climb.times_depth else None,
@@ -145,24 +146,24 @@ def _warm_up(engine: Engine, climb: Climb, prompt: Prompt, clock: Callable[[], f
     engine.reset()
     if climb.num_prompt is not None or climb.times_depth:
         engine.prefill(prompt.ids[: climb.num_prompt or engine.cache_config.ubatch])
-    _settle(engine, [prompt.ids[0]], clock)
+    _settle(engine.reply(prompt.ids[0]), [], clock)
 
 
-def _settle(engine: Engine, reply: list[int], clock: Callable[[], float]) -> tuple[int, bool]:
+def _settle(ids: Iterator[int], reply: list[int], clock: Callable[[], float]) -> tuple[int, bool]:
     """Steps until two in a row agree. (steps, whether they did)."""
     last = 0.0
     for count in range(1, MAX_WARM_STEPS + 1):
-        seconds = _step(engine, reply, clock)
+        seconds = _step(ids, reply, clock)
         if count >= MIN_WARM_STEPS and agree(last, seconds, WARM_WITHIN):
             return count, True
         last = seconds
     return MAX_WARM_STEPS, False
 
 
-def _step(engine: Engine, reply: list[int], clock: Callable[[], float]) -> float:
+def _step(ids: Iterator[int], reply: list[int], clock: Callable[[], float]) -> float:
     """Appends the next token to the reply; seconds."""
     begin = clock()
-    reply.append(int(np.argmax(engine.decode(reply[-1]))))
+    reply.append(next(ids))
     return clock() - begin
 
 

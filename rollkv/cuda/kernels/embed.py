@@ -31,14 +31,15 @@ def embed_bytes(weight: CudaWeight, num_tokens: int) -> int:
     return num_tokens * (weight.columns * 4 + 4 + 2 * weight.nbytes // weight.rows)
 
 
-def embed(launcher: Launcher, tokens: DeviceArray, table: CudaWeight, out: DeviceArray, *, scale: float) -> None:
-    """out[t] = scale * table[tokens[t]], a row of NaN for a token outside the table.
+def embed(launcher: Launcher, sequence: DeviceArray, position: DeviceArray, table: CudaWeight, out: DeviceArray, *, scale: float) -> None:
+    """out[t] = scale * table[sequence[position[0] + t]], a row of NaN for a token outside the table and a cell outside the sequence.
 
-    tokens: i32 (T,); table: (vocab, hidden); out: f32 (T, hidden). Reads and writes embed_bytes. Raises KernelError on other shapes.
+    sequence: i32 (n,); position: i32 (1,); table: (vocab, hidden); out: f32 (T, hidden). Reads and writes embed_bytes. Raises KernelError on other shapes.
     """
-    (num_tokens,) = tokens.shape
-    check_array("embed", "tokens", tokens, (num_tokens,), "i32")
+    num_tokens = out.shape[0]
+    check_array("embed", "sequence", sequence, (sequence.shape[0],), "i32")
+    check_array("embed", "position", position, (1,), "i32")
     check_array("embed", "out", out, (num_tokens, table.columns), "f32")
     grid = launch_grid(num_tokens, table.form.spans)
-    numbers = map(np.int32, (table.rows, table.columns, table.form.spans))
-    launcher.launch(spec(table.qtype), grid, _THREADS, tokens, *table.planes, out, np.float32(scale), *numbers)
+    numbers = map(np.int32, (sequence.shape[0], table.rows, table.columns, table.form.spans))
+    launcher.launch(spec(table.qtype), grid, _THREADS, sequence, position, *table.planes, out, np.float32(scale), *numbers)

@@ -89,8 +89,7 @@ def choose(
         spec("choose_rank"), (blocks, 1, 1), _THREADS, logits, sequence, position, keys, parts.best, parts.unsound, search, *penalty
     )
     if greedy:
-        sizes = np.int32(blocks), np.int32(length)
-        launcher.launch(spec("choose_best"), (1, 1, 1), _THREADS, parts.best, parts.unsound, *end, *sizes)
+        launcher.launch(spec("choose_best"), (1, 1, 1), _THREADS, parts.best, parts.unsound, *end, np.int32(blocks), np.int32(length))
         return
     top_k, steps = cut_of(params, vocab)
     cut = np.int32(top_k), np.float64(params.top_p), np.float64(sharpness(1.0))
@@ -99,18 +98,6 @@ def choose(
     draw = np.float64(sharpness(params.temperature)), np.float64(log_min_p(params))
     sums = parts.sums, parts.ties
     launcher.launch(spec("choose_sum"), (blocks, 1, 1), _THREADS, keys, parts.best, search, *sums, np.int32(steps), *cut, *draw)
-    sizes = np.int32(blocks), np.int32(length), np.int32(steps)
-    launcher.launch(
-        spec("choose_draw"),
-        (1, 1, 1),
-        _THREADS,
-        keys,
-        parts.best,
-        parts.unsound,
-        search,
-        *sums,
-        *end,
-        *sizes,
-        *draw,
-        np.uint64(params.seed),
-    )
+    sizes, seed = (np.int32(blocks), np.int32(length), np.int32(steps)), np.uint64(params.seed)
+    last = keys, parts.best, parts.unsound, search, *sums, *end, *sizes, *draw, seed
+    launcher.launch(spec("choose_draw"), (1, 1, 1), _THREADS, *last)

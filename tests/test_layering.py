@@ -24,7 +24,7 @@ FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("F2 files and pure functions",
      ("gguf_header", "quants", "pretokenizers", "vocabulary", "score_merge", "chat_sandbox", "sampling", "stop_strings", "pages", "rope", "host_memory", "models",
       "counts", "prose", "metrics", "logit_file", "plots", "ladder_fit", "synth_shapes")),
-    ("F2 .. from those", ("gguf_file", "tokenizer", "chat", "ladder_plot", "stream_plan", "workspace", "synth_blocks", "synth_circuit", "synth_words")),
+    ("F2 .. from those", ("gguf_file", "tokenizer", "chat", "ladder_plot", "stream_plan", "workspace", "roofline", "residency", "synth_blocks", "synth_circuit", "synth_words")),
     ("F2 .. the sum of it", ("model_config", "budget", "synth_plan", "synth_noise")),
     ("F2 .. a model made on the spot", ("synth",)),
     ("F3 contract and oracle", ("backend", "reference")),

@@ -1,5 +1,9 @@
 """`rollkv plan`: the memory budget of a run, from the header of the file alone."""
 
+from typing import Annotated
+
+import typer
+
 from rollkv.cli import options
 from rollkv.config import DEFAULT_UBATCH
 
@@ -14,6 +18,7 @@ def plan(
     cache_type_k: options.CacheTypeK = "f16",
     cache_type_v: options.CacheTypeV = "f16",
     output: options.Output = "text",
+    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Show how the staging ring was chosen, on stderr.")] = False,
 ) -> None:
     """Show what a run would hold on the device and in host memory. Touches no device; without -c the model's trained length is planned."""
     as_json = options.wants_json(output)
@@ -43,4 +48,6 @@ def plan(
     if as_json:
         report.write_json({"model": str(path), "ctx_size": cache.ctx_size, "budget": budget.as_dict()})
     else:
-        report.write_text(f"{path}, {cache.ctx_size} cells\n{report.budget_table(budget)}\n")
+        report.write_text(f"{path}, {cache.ctx_size} cells\n{report.budget_table(budget)}\n{report.prediction_line(budget)}\n")
+    if verbose:
+        report.note(report.ring_line(budget))

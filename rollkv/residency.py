@@ -6,6 +6,7 @@ the cap reaches: a plan takes the place of the one before when neither its windo
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -33,11 +34,11 @@ class Plans:
 def plans_for(windows: np.ndarray, total_pages: int, page_bytes: int) -> Plans:
     """Every window (pages, int64, ascending) beside every staging ring worth a thought: slots for equal pieces of a layer's tail, of at most
     16 MiB, 8, or 4; smaller ones only beside the smallest window, so that what fits is not refused. page_bytes: of the largest page."""
-    tails = total_pages - windows
+    tails: Any = total_pages - windows
     largest = max(1, LARGEST_PIECE_BYTES // page_bytes)
     rows = []
     for slot_pages in (largest >> halvings for halvings in range(largest.bit_length())):
-        pieces = pages_for(tails, np.maximum(pages_for(tails, slot_pages), 1))
+        pieces: Any = pages_for(tails, np.maximum(pages_for(tails, slot_pages), 1))
         wanted = (pieces * page_bytes >= SMALL_PIECE_BYTES) | (pieces == tails) | (windows == windows[0])
         rows += [(windows[wanted], num_slots * (tails[wanted] > 0), pieces[wanted]) for num_slots in NUM_SLOTS]
     return Plans(*(np.concatenate(column) for column in zip(*rows, strict=True)))

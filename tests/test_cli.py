@@ -335,13 +335,13 @@ def test_verbose_shows_prompt_and_budget_on_stderr(capsys):
     assert [part.rsplit(" ", 1)[0] for part in start.split(": ")[2].split(", ")] == parts
 
 
-def test_a_cap_below_the_minimum_exits_5_with_its_terms(capsys):
+def test_a_cap_below_the_minimum_exits_5_with_its_terms(capsys, no_gpu):
     assert rollkv("plan", "-m", LLAMA, "-c", 1000, "--vram-target", "1MiB") == 5
     line = one_error(capsys)
     assert "weights" in line and "context" in line and "1.0 MiB" in line
 
 
-def test_plan_prints_the_budget_twice_over(capsys):
+def test_plan_prints_the_budget_twice_over(capsys, no_gpu):
     assert rollkv("plan", "-m", LLAMA, "-c", 1000, "--window", 512, "-o", "json") == 0
     planned = json.loads(capsys.readouterr().out)
     budget = planned["budget"]

@@ -146,6 +146,12 @@ class GpuFacts:
     name: str
     memory_bytes: int
     driver_cuda: str
+    pci_bus_id: str
+
+    @property
+    def card(self) -> str:
+        """Card, slot and driver: what measured rates belong to."""
+        return f"{self.name} at {self.pci_bus_id}, driver for CUDA {self.driver_cuda}"
 
 
 class Backend(Protocol):

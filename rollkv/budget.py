@@ -1,15 +1,23 @@
 """One memory budget, computed from the header alone: what lies on the device, how many pages stay resident, what is pinned on the host.
 
-The resident answer is tried first: if all KV fits without a staging ring, nothing spills. Otherwise the window gets what is left, in whole
-pages, at least one. The engine allocates exactly these lines, so plan and reality differ only where context and modules were estimated.
+If all KV fits without a staging ring, nothing spills. Otherwise window and ring share what is left (residency.py), in whole pages, at least
+one of window. The engine allocates exactly these lines, so plan and reality differ only where context and modules were estimated.
 """
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
 
 from rollkv.config import CacheConfig, ModelConfig
 from rollkv.errors import OutOfMemoryError, UsageError
 from rollkv.host_memory import HostMemory
 from rollkv.pages import fresh_pages, pages_for, sliding_ring_pages
+from rollkv.residency import choose, plans_for
+from rollkv.roofline import ASSUMED, Bandwidths, StepCost, Traffic, resident_cost, streamed_cost
 from rollkv.stream_plan import RingShape
 from rollkv.units import MIB, format_size, round_up
 from rollkv.workspace import ALIGNMENT, GRANULE_BYTES, arena_bytes, workspace_arrays
@@ -20,8 +28,6 @@ DEFAULT_CONTEXT_BYTES = 520 * MIB
 DEFAULT_MODULES_BYTES = 96 * MIB
 SLACK_BYTES = 4 * MIB  # at least: the arena is taken in whole granules
 _OVERHEAD = ("context", "modules")
-RING_SLOTS = 4  # four slots of 16 MiB keep a PCIe 5 link busy (54.9 of 55 GB/s); smaller pieces lose to their own latency
-RING_PIECE_BYTES = 16 * MIB
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,9 @@ class Budget:
     host_tail_bytes: int
     kv_bytes: int  # of the whole context in full-attention layers
     overhead_measured: bool
+    ubatch: int  # rows of the largest step
+    step: StepCost  # of decode behind a full context
+    rates: Bandwidths  # that it was reckoned with
 
     @property
     def total_bytes(self) -> int:
@@ -87,26 +96,34 @@ class Budget:
             "tail_pages": max(self.total_pages - self.window_pages, 0),
             "ring_slots": self.ring.num_slots if self.ring else 0,
             "ring_slot_pages": self.ring.slot_pages if self.ring else 0,
+            "ubatch": self.ubatch,
             "kv_bytes": self.kv_bytes,
             "host_tail_bytes": self.host_tail_bytes,
             "context_measured": self.overhead_measured,
+            "predicted": self.step.as_dict() | self.rates.as_dict(),
         }
 
 
 def plan_budget(
     config: ModelConfig,
     cache: CacheConfig,
-    weight_bytes: dict[str, int],
-    linear_bytes: dict[str, int],
+    weight_bytes: Mapping[str, int],
+    linear_bytes: Mapping[str, int],
     *,
     cap_bytes: int | None = None,
     overhead: DeviceOverhead | None = None,
+    rates: Bandwidths = ASSUMED,
 ) -> Budget:
     """The budget of one run. weight_bytes and linear_bytes: device bytes of every tensor, and of the products' scratch, by name.
 
     Raises OutOfMemoryError, with every line, when the cap is below the minimum, or below what residency "full" or a given window needs.
     """
-    return _Planner(config, cache, weight_bytes, linear_bytes, cap_bytes, overhead or DeviceOverhead()).plan()
+    return _Planner(config, cache, weight_bytes, linear_bytes, cap_bytes, overhead or DeviceOverhead(), rates).plan()
+
+
+def token_weight_bytes(config: ModelConfig, weight_bytes: Mapping[str, int]) -> int:
+    """Weights that every new token reads, of those loaded. A row of the embedding table is too little to count."""
+    return sum(size for name, size in weight_bytes.items() if config.tied_output or name != "token_embd.weight")
 
 
 def check_host_tail(budget: Budget, memory: HostMemory) -> None:
@@ -125,91 +142,129 @@ def check_host_tail(budget: Budget, memory: HostMemory) -> None:
 class _Planner:
     config: ModelConfig
     cache: CacheConfig
-    weight_bytes: dict[str, int]
-    linear_bytes: dict[str, int]
+    weight_bytes: Mapping[str, int]
+    linear_bytes: Mapping[str, int]
     cap_bytes: int | None
     overhead: DeviceOverhead
+    rates: Bandwidths
 
     def plan(self) -> Budget:
-        total = pages_for(self.cache.ctx_size, self.cache.page_cells)
-        if not any(layer.sliding_window is None for layer in self.config.layers):
-            return self._checked(self._budget(total, total))
-        if self.cache.residency == "full":
-            return self._checked(self._budget(total, total))
-        if self.cache.window_cells is not None:
-            return self._checked(self._budget(min(pages_for(self.cache.window_cells, self.cache.page_cells), total), total))
-        if self.cache.residency == "window" and self.cap_bytes is None:
+        cache, total = self.cache, self._total_pages
+        if not self._pages or cache.residency == "full":
+            return self._checked(self._budget(total, None))
+        if cache.window_cells is not None:
+            window = min(pages_for(cache.window_cells, cache.page_cells), total)
+            return self._checked(self._best(np.array([window])))
+        if self.cap_bytes is not None:
+            return self._checked(self._best(np.arange(1, total + 1)))
+        if cache.residency == "window":
             raise UsageError("--residency window needs a size: give --window CELLS or --vram-target SIZE")
-        resident = self._budget(total, total)
-        if self.cap_bytes is None or resident.total_bytes <= self.cap_bytes:
-            return resident
-        slot_pages = self._slot_pages(total)
-        return self._checked(self._budget(self._largest_window(total, slot_pages), total, slot_pages))
+        return self._budget(total, None)
 
-    def _slot_pages(self, total: int) -> int:
-        """Pages of a slot of the staging ring: halved until one page of window fits beside it. Small pieces cost link rate, not bits."""
-        assert self.cap_bytes is not None
-        slot_pages = max(1, min(RING_PIECE_BYTES // self._largest_page(), total))
-        while slot_pages > 1 and self._budget(1, total, slot_pages).total_bytes > self.cap_bytes:
-            slot_pages //= 2
-        return slot_pages
+    # -- facts of the context ----------------------------------------------------------------------------------------------------
+    @cached_property
+    def _total_pages(self) -> int:
+        return pages_for(self.cache.ctx_size, self.cache.page_cells)
 
-    def _largest_page(self) -> int:
-        return max(self.cache.page_format(layer).page_bytes for layer in self.config.layers if layer.sliding_window is None)
+    @cached_property
+    def _rows(self) -> int:
+        return min(self.cache.ubatch, self.cache.ctx_size)
 
-    def _largest_window(self, total: int, slot_pages: int) -> int:
-        """The most pages that fit under the cap beside a staging ring; 1 if none does."""
-        assert self.cap_bytes is not None
-        smallest = self._budget(1, total, slot_pages)
-        sizes = dict(smallest.device)
-        fixed = smallest.total_bytes - sum(sizes.get(name, 0) for name in ("resident window", "fresh pages", "staging ring", "slack"))
-        page_bytes = sum(self.cache.page_format(layer).page_bytes for layer in self.config.layers if layer.sliding_window is None)
-        # Ring and fresh pages shrink as the window grows, so begin at the bound without them and walk down: a few dozen steps at most.
-        window = max(1, min(total - 1, (self.cap_bytes - fixed - SLACK_BYTES) // page_bytes))
-        while window > 1 and self._budget(window, total, slot_pages).total_bytes > self.cap_bytes:
-            window -= 1
-        return window
+    @cached_property
+    def _pages(self) -> list[int]:
+        """Bytes of a page of every full-attention layer."""
+        return [self.cache.page_format(layer).page_bytes for layer in self.config.layers if layer.sliding_window is None]
 
-    def _budget(self, window: int, total: int, slot_pages: int | None = None) -> Budget:
-        """The budget of a given window; slot_pages None: pieces of 16 MiB."""
-        cache, layers = self.cache, self.config.layers
-        rows = min(cache.ubatch, cache.ctx_size)
-        full = [cache.page_format(layer).page_bytes for layer in layers if layer.sliding_window is None]
-        sliding = [
-            cache.page_format(layer).page_bytes * min(total, sliding_ring_pages(layer.sliding_window, rows, cache.page_cells))
-            for layer in layers
+    @cached_property
+    def _sliding(self) -> list[int]:
+        """Bytes of the ring of every sliding-window layer."""
+        return [
+            self.cache.page_format(layer).page_bytes
+            * min(self._total_pages, sliding_ring_pages(layer.sliding_window, self._rows, self.cache.page_cells))
+            for layer in self.config.layers
             if layer.sliding_window is not None
         ]
-        tail = total - window
-        ring, fresh = None, 0
-        if tail > 0:
-            ring = RingShape(RING_SLOTS, max(1, min(slot_pages or RING_PIECE_BYTES // max(full), tail)))
-            fresh = fresh_pages(rows, cache.page_cells, window)
-        lines = [
-            ("context", self.overhead.context_bytes),
-            ("modules", self.overhead.modules_bytes),
-            ("weights", round_up(arena_bytes(list(self.weight_bytes.values())), GRANULE_BYTES)),
-            ("resident window", arena_bytes([window * size for size in full])),
-            ("sliding-window rings", arena_bytes(sliding)),
-            ("staging ring", round_up(ring.num_slots * ring.slot_pages * max(full), ALIGNMENT) if ring else 0),
-            ("fresh pages", 2 * round_up(fresh * max(full), ALIGNMENT) if fresh else 0),
-            *((f"workspace: {name}", round_up(spec.nbytes, ALIGNMENT)) for name, spec in workspace_arrays(self.config, cache).items()),
-            *((f"workspace: {name}", round_up(size, ALIGNMENT)) for name, size in self.linear_bytes.items()),
-        ]
-        arena = sum(size for _, size in lines) - self.overhead.context_bytes - self.overhead.modules_bytes
-        lines.append(("slack", round_up(arena + SLACK_BYTES, GRANULE_BYTES) - arena))
-        return Budget(
-            device=tuple((name, size) for name, size in lines if size),
-            cap_bytes=self.cap_bytes,
-            total_pages=total,
-            window_pages=window,
-            page_cells=cache.page_cells,
-            ring=ring,
-            fresh_slots=fresh,
-            host_tail_bytes=sum(tail * size for size in full),
-            kv_bytes=sum(total * size for size in full),
-            overhead_measured=self.overhead.measured,
+
+    @cached_property
+    def _traffic(self) -> Traffic:
+        seen = sum(
+            self.cache.page_format(layer).page_bytes * min(self.cache.ctx_size, layer.sliding_window) // self.cache.page_cells
+            for layer in self.config.layers
+            if layer.sliding_window is not None
         )
+        return Traffic(token_weight_bytes(self.config, self.weight_bytes) + seen, tuple(self._pages), self._total_pages)
+
+    # -- plans -------------------------------------------------------------------------------------------------------------------
+    def _best(self, windows: np.ndarray) -> Budget:
+        """With one of these windows (pages); the smallest of all plans when none fits."""
+        total = self._total_pages
+        plans = plans_for(windows, total, max(self._pages))
+        arena = self._fixed_bytes + sum(self._moving(plans.window_pages, plans.num_slots * plans.slot_pages).values())
+        sizes = self.overhead.context_bytes + self.overhead.modules_bytes + arena + _slack(arena)
+        resident = resident_cost(self._traffic, self.rates).seconds
+        tails = np.maximum(total - plans.window_pages, 1)
+        streamed = streamed_cost(self._traffic, self.rates, tails, plans.num_slots, np.maximum(plans.slot_pages, 1)).seconds
+        seconds = np.where(plans.window_pages < total, streamed, resident)
+        row = choose(plans.window_pages, sizes, seconds, sizes.max() if self.cap_bytes is None else self.cap_bytes)
+        if row is None:  # ring and fresh pages may shrink as the window grows: the smallest plan need not have the smallest window
+            row = int(np.argmin(sizes))
+        window, num_slots, slot_pages = (int(column[row]) for column in (plans.window_pages, plans.num_slots, plans.slot_pages))
+        return self._budget(window, RingShape(num_slots, slot_pages) if num_slots else None)
+
+    @cached_property
+    def _always(self) -> dict[str, int]:
+        """What the arena holds whatever the window is."""
+        arrays, scratch = workspace_arrays(self.config, self.cache), self.linear_bytes
+        return {
+            "weights": round_up(arena_bytes(list(self.weight_bytes.values())), GRANULE_BYTES),
+            "sliding-window rings": arena_bytes(self._sliding),
+            **{f"workspace: {name}": round_up(spec.nbytes, ALIGNMENT) for name, spec in arrays.items()},
+            **{f"workspace: {name}": round_up(size, ALIGNMENT) for name, size in scratch.items()},
+        }
+
+    @cached_property
+    def _fixed_bytes(self) -> int:
+        return sum(self._always.values())
+
+    def _moving(self, window: Any, ring_pages: Any) -> dict[str, Any]:
+        """What the arena holds for a window and a ring of so many pages: numbers, or arrays of plans."""
+        largest = max(self._pages, default=0)
+        return {
+            "resident window": sum(layers * round_up(window * size, ALIGNMENT) for size, layers in Counter(self._pages).items()),
+            "staging ring": round_up(ring_pages * largest, ALIGNMENT),
+            "fresh pages": 2 * round_up(self._fresh_slots(window) * largest, ALIGNMENT),
+        }
+
+    def _fresh_slots(self, window: Any) -> Any:
+        """In each of the two pools; none where nothing spills."""
+        touched = fresh_pages(self._rows, self.cache.page_cells, 0)
+        return np.maximum(touched - window, 0) * (window < self._total_pages)
+
+    def _budget(self, window: int, ring: RingShape | None) -> Budget:
+        tail = self._total_pages - window
+        arena = {"weights": 0} | self._moving(window, ring.num_slots * ring.slot_pages if ring else 0) | self._always
+        arena["slack"] = _slack(sum(arena.values()))
+        lines = {"context": self.overhead.context_bytes, "modules": self.overhead.modules_bytes} | arena
+        return Budget(
+            device=tuple((name, int(size)) for name, size in lines.items() if size),
+            cap_bytes=self.cap_bytes,
+            total_pages=self._total_pages,
+            window_pages=window,
+            page_cells=self.cache.page_cells,
+            ring=ring,
+            fresh_slots=int(self._fresh_slots(window)),
+            host_tail_bytes=tail * sum(self._pages),
+            kv_bytes=self._total_pages * sum(self._pages),
+            overhead_measured=self.overhead.measured,
+            ubatch=self.cache.ubatch,
+            step=self._step(tail, ring),
+            rates=self.rates,
+        )
+
+    def _step(self, tail: int, ring: RingShape | None) -> StepCost:
+        if ring is None:
+            return resident_cost(self._traffic, self.rates)
+        return streamed_cost(self._traffic, self.rates, tail, ring.num_slots, ring.slot_pages)
 
     def _checked(self, budget: Budget) -> Budget:
         if self.cap_bytes is None or budget.total_bytes <= self.cap_bytes:
@@ -220,6 +275,11 @@ class _Planner:
             f"--vram-target {format_size(self.cap_bytes)} is too small: {wanted} needs at least {format_size(budget.total_bytes)} "
             f"({terms}); raise it, or lower --ctx-size or --ubatch"
         )
+
+
+def _slack(arena_bytes: Any) -> Any:
+    """The arena is taken in whole granules."""
+    return round_up(arena_bytes + SLACK_BYTES, GRANULE_BYTES) - arena_bytes
 
 
 def _summed(lines: list[tuple[str, int]]) -> list[tuple[str, int]]:

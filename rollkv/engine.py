@@ -18,6 +18,7 @@ from rollkv.gguf_header import TensorData
 from rollkv.host_backend import HostBackend
 from rollkv.host_memory import host_memory
 from rollkv.kv_cache import KVCache
+from rollkv.machine_rates import known_bandwidths
 from rollkv.model.decode import Decoder
 from rollkv.model.fill import append_random
 from rollkv.model.forward import choose, enter, forward, logits, move_to
@@ -25,6 +26,7 @@ from rollkv.model.rehearsal import rehearse
 from rollkv.model.step import Model, take_workspace
 from rollkv.model_config import model_config
 from rollkv.phases import Phases
+from rollkv.roofline import ASSUMED, Bandwidths
 from rollkv.sampling import check_sampling
 from rollkv.synth import open_model
 from rollkv.units import format_size
@@ -113,7 +115,7 @@ class Engine:
         self._decoder.close()
         self.backend.clear()
         self.backend.limit(vram_target)
-        budget = plan_on(self.backend, self.config, self._tensors, cache, vram_target)
+        budget = plan_on(self.backend, self.config, self._tensors, cache, vram_target, self.budget.rates)
         self.backend.reserve(run_bytes=budget.run_bytes)
         self._allocate(cache, budget)
         self._begin()
@@ -361,10 +363,10 @@ class Engine:
         return self._position - tail, tail
 
 
-def plan(path: str | Path, cache: CacheConfig, *, vram_target: int | None = None, overhead: DeviceOverhead | None = None) -> Budget:
+def plan(path: str | Path, cache: CacheConfig, *, vram_target: int | None = None, rates: Bandwidths = ASSUMED) -> Budget:
     """The budget of a run from the header alone; touches no device. Raises what loading would raise."""
     with open_model(path) as file:
-        return budget_of(file, model_config(file), cache, vram_target, overhead)
+        return _budget(model_config(file), file.tensors, cache, vram_target, None, rates)
 
 
 def load(
@@ -378,11 +380,13 @@ def load(
     warn: Callable[[str], None] = lambda message: None,
     on_load: Progress | None = None,
     phases: Phases | None = None,
+    rates: Bandwidths | None = None,
 ) -> Engine:
     """Opens a model and allocates everything; refuses before the weights load whatever would not fit.
 
     vram_target: bytes this process may hold on the device, context included; None: what is free. portable: the CUDA kernels that
-    every card can run, not those for this one. `warn` takes one-line messages, `phases` the time of each part of loading.
+    every card can run, not those for this one. `warn` takes one-line messages, `phases` the time of each part of loading. rates: of the
+    machine, by which window and ring are chosen; None: those measured before, if any.
     Raises ModelFileError, UnsupportedModelError, OutOfMemoryError, DeviceError, UsageError.
     """
     phases = phases or Phases()
@@ -393,7 +397,7 @@ def load(
         machine = _open_backend(backend, device, vram_target, portable, warn)
         phases.ends("device")
         try:
-            return load_on(machine, file, config, cache, vram_target, on_load, phases)
+            return load_on(machine, file, config, cache, vram_target, on_load, phases, rates)
         except BaseException:
             machine.close()
             raise
@@ -413,17 +417,24 @@ def load_on(
     vram_target: int | None = None,
     on_load: Progress | None = None,
     phases: Phases | None = None,
+    rates: Bandwidths | None = None,
 ) -> Engine:
     """As load, on an open file and a backend of the caller's, which stays open if this fails."""
     phases = phases or Phases()
-    budget = plan_on(machine, config, file.tensors, cache, vram_target)
+    rates = rates or known_bandwidths(None if machine.gpu is None else machine.gpu.card)
+    budget = plan_on(machine, config, file.tensors, cache, vram_target, rates)
     phases.ends("code")
     machine.reserve(weight_bytes=budget.weight_bytes, run_bytes=budget.run_bytes)
     return Engine(machine, file, config, cache, budget, on_load, phases)
 
 
 def plan_on(
-    machine: Backend, config: ModelConfig, tensors: Mapping[str, TensorData], cache: CacheConfig, vram_target: int | None
+    machine: Backend,
+    config: ModelConfig,
+    tensors: Mapping[str, TensorData],
+    cache: CacheConfig,
+    vram_target: int | None,
+    rates: Bandwidths = ASSUMED,
 ) -> Budget:
     """The budget of a run on a backend that holds nothing, or weights alone, once its code is loaded and measured. Raises OutOfMemoryError
     when it exceeds the cap, the device or host memory."""
@@ -432,12 +443,12 @@ def plan_on(
         available = use.free_bytes + use.used_bytes
         limit = vram_target or available
         # What cannot fit beside the code that is there already is refused before more of it loads.
-        _budget(config, tensors, cache, limit, DeviceOverhead(use.context_bytes, use.modules_bytes, measured=True))
+        _budget(config, tensors, cache, limit, DeviceOverhead(use.context_bytes, use.modules_bytes, measured=True), rates)
         machine.prepare(lambda backend: rehearse(backend, config, cache, tensors))
         use = machine.device_use()
         assert use is not None
         overhead = DeviceOverhead(use.context_bytes, use.modules_bytes, measured=True)
-    budget = _budget(config, tensors, cache, limit, overhead)
+    budget = _budget(config, tensors, cache, limit, overhead, rates)
     if use is not None and budget.total_bytes > available:
         raise OutOfMemoryError(
             f"the run needs {format_size(budget.total_bytes)} on the device, but {format_size(available)} of it can be had now; "
@@ -465,10 +476,16 @@ def _open_backend(name: BackendName, device: int, cap_bytes: int | None, portabl
 
 def budget_of(file: GgufFile, config: ModelConfig, cache: CacheConfig, cap: int | None, overhead: DeviceOverhead | None) -> Budget:
     """The budget of a run of an open file. Raises as plan_budget does."""
-    return _budget(config, file.tensors, cache, cap, overhead)
+    return _budget(config, file.tensors, cache, cap, overhead, ASSUMED)
 
 
 def _budget(
-    config: ModelConfig, tensors: Mapping[str, TensorData], cache: CacheConfig, cap: int | None, overhead: DeviceOverhead | None
+    config: ModelConfig,
+    tensors: Mapping[str, TensorData],
+    cache: CacheConfig,
+    cap: int | None,
+    overhead: DeviceOverhead | None,
+    rates: Bandwidths,
 ) -> Budget:
-    return plan_budget(config, cache, weight_bytes(config, tensors), linear_scratch(config, cache), cap_bytes=cap, overhead=overhead)
+    weights = weight_bytes(config, tensors)
+    return plan_budget(config, cache, weights, linear_scratch(config, cache), cap_bytes=cap, overhead=overhead, rates=rates)

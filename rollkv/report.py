@@ -14,7 +14,7 @@ from typing import Any, TextIO
 from rollkv.budget import Budget
 from rollkv.engine import Stats
 from rollkv.phases import Phases
-from rollkv.units import format_size
+from rollkv.units import format_rate, format_size
 
 PROGRESS_LINE_SECONDS = 10.0
 
@@ -134,6 +134,29 @@ def budget_table(budget: Budget) -> str:
     rows.append(("cells in the tail", str(tail_pages * budget.page_cells)))
     rows.append(("host memory for the tail", format_size(budget.host_tail_bytes)))
     return table(rows, align=("left", "right"))
+
+
+def prediction_line(budget: Budget) -> str:
+    """What decode behind a full context could reach, and where the two rates come from that it follows from."""
+    step, rates = budget.step, budget.rates
+    alone = f"device memory alone {1 / step.beside_link:.1f} at {format_rate(rates.hbm)} ({rates.hbm_origin})"
+    if budget.spills:
+        alone += f", link alone {1 / step.beside_compute:.1f} at {format_rate(rates.link)} ({rates.link_origin})"
+    estimate = ", an estimate" if "assumed" in (rates.link_origin, rates.hbm_origin) else ""
+    return f"predicted behind a full context{estimate}: {1 / step.seconds:.1f} tok/s, bound by {step.bound} ({alone})"
+
+
+def ring_line(budget: Budget) -> str:
+    """How the staging ring was chosen: the terms of roofline.py."""
+    if budget.ring is None:
+        return "no staging ring: everything is resident"
+    step, ring = budget.step, budget.ring
+    size = dict(budget.device)["staging ring"] // ring.num_slots
+    times = {name: f"{name} {1e3 * getattr(step, name):.3f}" for name in ("compute", "fill", "link", "stalls", "drain")}
+    return (
+        f"staging ring of {ring.num_slots} slots of {ring.slot_pages} pages ({format_size(size)}): a step of {1e3 * step.seconds:.3f} ms is the larger "
+        f"of {times['compute']} + {times['fill']} and {times['link']} + {times['stalls']} + {times['drain']}"
+    )
 
 
 # -- progress ------------------------------------------------------------------------------------------------------------------

@@ -69,3 +69,14 @@ def cuda(portable: bool) -> Iterator[Any]:
     with CudaBackend(0, portable=portable) as backend:
         backend.reserve_linear(512, 4096, 4096, 16 << 20)
         yield backend
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hides the GPU from commands that look for one."""
+    from rollkv.errors import DeviceError
+
+    def find_device(*_: object) -> None:
+        raise DeviceError("no GPU in this test")
+
+    monkeypatch.setattr("rollkv.cuda.driver.find_device", find_device)

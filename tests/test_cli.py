@@ -20,6 +20,7 @@ from rollkv.config import CacheConfig
 from rollkv.engine import Stats
 from rollkv.errors import CheckFailed, UsageError
 from rollkv.gguf_file import open_gguf
+from rollkv.roofline import ASSUMED, StepCost
 from rollkv.tokenizer import Tokenizer
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -53,7 +54,7 @@ class ScriptedEngine:
     def __init__(self, ids: list[int], failure: BaseException | None = None) -> None:
         self.ids, self.failure = ids, failure
         self.stats = Stats()
-        self.budget = Budget((("weights", 1000),), None, 4, 4, 256, None, 0, 0, 1000, False)
+        self.budget = Budget((("weights", 1000),), None, 4, 4, 256, None, 0, 0, 1000, False, 512, StepCost(0.001), ASSUMED)
         self.closed = False
         self.asked: dict[str, object] = {}
         self.loaded: dict[str, object] = {}
@@ -328,18 +329,19 @@ def test_verbose_shows_prompt_and_budget_on_stderr(capsys):
     assert rollkv("generate", "-m", LLAMA, "-p", "hello", "--raw", "-n", 2, "-v", *ON_HOST) == 0
     err = capsys.readouterr().err
     assert "resident window" in err and "stop tokens" in err and "beginning with" in err
+    assert "no staging ring: everything is resident" in err and "predicted behind a full context" in err
     (start,) = [line for line in err.splitlines() if line.startswith("rollkv: start ")]
     parts = ["imports", "vocabulary and prompt", "header", "device", "code", "memory", "weights", "first token"]
     assert [part.rsplit(" ", 1)[0] for part in start.split(": ")[2].split(", ")] == parts
 
 
-def test_a_cap_below_the_minimum_exits_5_with_its_terms(capsys):
+def test_a_cap_below_the_minimum_exits_5_with_its_terms(capsys, no_gpu):
     assert rollkv("plan", "-m", LLAMA, "-c", 1000, "--vram-target", "1MiB") == 5
     line = one_error(capsys)
     assert "weights" in line and "context" in line and "1.0 MiB" in line
 
 
-def test_plan_prints_the_budget_twice_over(capsys):
+def test_plan_prints_the_budget_twice_over(capsys, no_gpu):
     assert rollkv("plan", "-m", LLAMA, "-c", 1000, "--window", 512, "-o", "json") == 0
     planned = json.loads(capsys.readouterr().out)
     budget = planned["budget"]
@@ -348,6 +350,10 @@ def test_plan_prints_the_budget_twice_over(capsys):
     assert rollkv("plan", "-m", LLAMA, "-c", 1000, "--window", 512) == 0
     out = capsys.readouterr().out
     assert all(name in out for name in budget["device_bytes"]) and "cells in the tail" in out
+    assert "predicted behind a full context, an estimate: " in out
+    assert budget["ring_slots"] == 2 and 0 < budget["predicted"]["tokens_per_second"] < 1 / (1e-3 * budget["predicted"]["compute_ms"])
+    assert rollkv("plan", "-m", LLAMA, "-c", 1000, "--window", 512, "-v") == 0
+    assert "rollkv: staging ring of 2 slots of 2 pages" in capsys.readouterr().err
 
 
 def test_info(capsys):

@@ -5,6 +5,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,10 +20,11 @@ from rollkv.cuda.device import DeviceArray, Launcher, Pointer, TensorMap, check_
 from rollkv.cuda.driver import DriverCalls, find_device
 from rollkv.cuda.environment import probe
 from rollkv.cuda.memory import GRANULE_BYTES, NUM_NOTES, NUM_SLOTS, DeviceMemory, HostChunk, HostPages, PinnedMemory, slots_bytes
-from rollkv.cuda.nvml import ProcessMemory
+from rollkv.cuda.nvml import ProcessMemory, pcie_link
 from rollkv.cuda.nvrtc import CubinCache, KernelError, KernelSpec
 from rollkv.errors import DeviceError, OutOfMemoryError
 from rollkv.gguf_header import TensorData
+from rollkv.machine_rates import PcieLink
 from rollkv.units import MIB
 
 ADD = KernelSpec("add.cu", "add<4, 256>")
@@ -553,3 +555,36 @@ def test_process_memory_unknown() -> None:
     assert watch.used_bytes() is None
     nvml.processes = {7: (1 << 64) - 1}  # NVML's "not available"
     assert watch.used_bytes() is None
+
+
+class _Link:
+    """An NVML that knows a link: numbers by function; what it lacks, this driver lacks."""
+
+    def __init__(self, **numbers: int) -> None:
+        for name, number in numbers.items():
+            setattr(self, f"nvmlDeviceGet{name}", partial(self._answer, number))
+
+    @staticmethod
+    def _answer(number: int, handle: object, value: object) -> int:
+        value._obj.value = number  # type: ignore[attr-defined]
+        return 0 if number else 3  # NVML_ERROR_NOT_SUPPORTED
+
+    def nvmlInit_v2(self) -> int:
+        return 0
+
+    def nvmlDeviceGetHandleByPciBusId_v2(self, bus: bytes, handle: object) -> int:
+        return 0 if bus == b"0000:00:00.0" else 6
+
+
+def test_the_link_of_a_card() -> None:
+    full = {
+        "CurrPcieLinkGeneration": 4,
+        "CurrPcieLinkWidth": 8,
+        "GpuMaxPcieLinkGeneration": 5,
+        "MaxPcieLinkGeneration": 4,
+        "MaxPcieLinkWidth": 16,
+    }
+    assert pcie_link("0000:00:00.0", _Link(**full)) == PcieLink(4, 8, 5, 16)
+    del full["GpuMaxPcieLinkGeneration"]  # drivers before 510
+    assert pcie_link("0000:00:00.0", _Link(**full | {"CurrPcieLinkWidth": 0})) == PcieLink(4, None, 4, 16)
+    assert pcie_link("0000:00:00.0", _Link()) == pcie_link("0000:99:00.0", _Link(**full)) == PcieLink()

@@ -21,6 +21,7 @@ from rollkv.counts import parse_depths, parse_sizes, spread_evenly
 from rollkv.errors import OutOfMemoryError, UsageError
 from rollkv.ladder_fit import Fit, Point
 from rollkv.model_config import model_config
+from rollkv.roofline import ASSUMED, StepCost
 from rollkv.synth import open_model
 from rollkv.tasks import ceilings as probe
 from rollkv.tasks import climb
@@ -260,7 +261,7 @@ class FakeEngine:
         self.cache_config = cache
         total = -(-cache.ctx_size // PAGE)
         window = total if cache.residency == "full" else min((cache.window_cells or 1) // PAGE, total)
-        self.budget = Budget((("all", 1000),), vram_target, total, window, PAGE, None, 0, 0, 0, False)
+        self.budget = Budget((("all", 1000),), vram_target, total, window, PAGE, None, 0, 0, 0, False, 512, StepCost(0.001), ASSUMED)
         self._page_bytes = task.tail_page_bytes(self._config, cache)
         self.position, self._copied = 0, 0
 

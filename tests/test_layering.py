@@ -18,14 +18,14 @@ KERNELS = (
 # fmt: off
 FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("F0 errors", ("errors",)),
-    ("F0 .. words", ("units", "phases")),
+    ("F0 .. words", ("units", "phases", "cache_dir")),
     ("F1 facts", ("config",)),
     ("F2 .. random bits", ("split_mix",)),
     ("F2 files and pure functions",
      ("gguf_header", "quants", "pretokenizers", "vocabulary", "score_merge", "chat_sandbox", "sampling", "stop_strings", "pages", "rope", "host_memory", "models",
       "counts", "prose", "metrics", "logit_file", "plots", "ladder_fit", "synth_shapes")),
-    ("F2 .. from those", ("gguf_file", "tokenizer", "chat", "ladder_plot", "stream_plan", "workspace", "synth_blocks", "synth_circuit", "synth_words")),
-    ("F2 .. the sum of it", ("model_config", "budget", "synth_plan", "synth_noise")),
+    ("F2 .. from those", ("gguf_file", "tokenizer", "chat", "ladder_plot", "stream_plan", "workspace", "roofline", "residency", "synth_blocks", "synth_circuit", "synth_words")),
+    ("F2 .. the sum of it", ("model_config", "budget", "machine_rates", "synth_plan", "synth_noise")),
     ("F2 .. a model made on the spot", ("synth",)),
     ("F3 contract and oracle", ("backend", "reference")),
     ("F4 the machine at hand", ("host_backend",)),

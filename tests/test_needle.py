@@ -14,6 +14,7 @@ from rollkv.engine import Stats
 from rollkv.errors import UsageError
 from rollkv.gguf_file import open_gguf
 from rollkv.host_backend import HostBackend
+from rollkv.roofline import ASSUMED, StepCost
 from rollkv.tasks.generate import TextModel, open_text_model
 from rollkv.tasks.haystack import NeedleRequest, build_haystack, check_request, make_needle, smallest_length
 from rollkv.tasks.needle import judge, read_finished, verdict
@@ -183,7 +184,9 @@ class ReadingEngine:
     def load(self, path: Path, cache, **options: object) -> "ReadingEngine":
         pages = -(-cache.ctx_size // PAGE)
         self.cache_config = cache
-        self.budget = Budget((("weights", 1000),), None, pages, min(self.window_pages, pages), PAGE, None, 0, 0, 1000, False)
+        self.budget = Budget(
+            (("weights", 1000),), None, pages, min(self.window_pages, pages), PAGE, None, 0, 0, 1000, False, 512, StepCost(0.001), ASSUMED
+        )
         return self
 
     def generate_ids(self, prompt_ids, num_tokens, sampling, stop_ids, on_progress) -> Iterator[int]:

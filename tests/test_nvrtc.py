@@ -140,7 +140,7 @@ def test_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.Mon
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(nvrtc.os, "replace", fail)
+    monkeypatch.setattr("os.replace", fail)
     assert CubinCache(tmp_path).get(*ADD).image
     assert _files(tmp_path) == []
 

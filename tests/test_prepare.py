@@ -1,6 +1,7 @@
 """Before the plan: what a run will load is loaded, measured and planned with, over a double of the driver. Needs no GPU."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ from rollkv.cuda.nvml import ProcessMemory
 from rollkv.cuda.nvrtc import Cubin, CubinCache
 from rollkv.engine import Engine, load_on
 from rollkv.errors import OutOfMemoryError
+from rollkv.machine_rates import MachineRates, RatesCache
 from rollkv.model_config import model_config
+from rollkv.roofline import ASSUMED, Bandwidths
 from rollkv.synth import open_model
 from rollkv.tasks.record import machine_facts
 from rollkv.units import MIB
@@ -233,3 +236,18 @@ def test_the_host_prepares_nothing() -> None:
     from rollkv.host_backend import HostBackend
 
     HostBackend().prepare(lambda backend: pytest.fail("rehearsed"))
+
+
+def test_plans_reckon_with_what_was_measured_of_the_card(machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nothing is measured for it: without a stored figure rates are assumed. A new plan keeps them."""
+    monkeypatch.setenv("ROLLKV_CACHE_DIR", str(tmp_path))
+    options = {"ctx_size": 500, "page_cells": 64, "window": 64}
+    with engine(machine, MODELS[0], **options) as run:
+        assert run.budget.rates == ASSUMED
+        RatesCache().store(run.backend.gpu.card, MachineRates(3e9, 4e11))
+        run.replan(run.cache_config)
+        assert run.budget.rates == ASSUMED
+    with engine(machine, MODELS[0], **options) as run:
+        assert run.budget.rates == Bandwidths(3e9, 4e11, "measured", "measured")
+        run.replan(run.cache_config)
+        assert run.budget.rates.link == 3e9

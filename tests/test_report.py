@@ -3,6 +3,7 @@
 import io
 import json
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,6 +12,8 @@ from rollkv import report
 from rollkv.budget import Budget
 from rollkv.engine import Stats
 from rollkv.phases import Phases
+from rollkv.roofline import ASSUMED, Bandwidths, StepCost
+from rollkv.stream_plan import RingShape
 from rollkv.units import GIB, MIB
 
 
@@ -26,6 +29,9 @@ def budget(cap: int | None = None) -> Budget:
         host_tail_bytes=600 * MIB,
         kv_bytes=GIB,
         overhead_measured=False,
+        ubatch=512,
+        step=StepCost(0.002, 0.001, 0.004, 0.0005, 0.0005),
+        rates=ASSUMED,
     )
 
 
@@ -134,3 +140,19 @@ def test_a_message_is_said_once(capsys):
     for message in ("slow", "slow", "long", "slow"):
         warn(message)
     assert capsys.readouterr().err == "rollkv: warning: slow\nrollkv: warning: long\n"
+
+
+def test_what_is_predicted_names_what_it_follows_from():
+    plan = replace(budget(), device=(("weights", GIB), ("staging ring", 32 * MIB)), ring=RingShape(2, 16))
+    line = report.prediction_line(plan)
+    assert "an estimate: 200.0 tok/s, bound by link" in line
+    assert "device memory alone 333.3 at 1000.0 GB/s (assumed)" in line and "link alone 200.0 at 25.0 GB/s (assumed)" in line
+    assert "estimate" not in report.prediction_line(replace(plan, rates=Bandwidths(1e9, 1e9, "measured", "given")))
+    resident = replace(plan, window_pages=10, step=StepCost(0.002), ring=None)
+    assert "500.0 tok/s, bound by device memory (device memory alone 500.0" in report.prediction_line(resident)
+    assert "link" not in report.prediction_line(resident).split("(")[1]
+    assert report.ring_line(resident) == "no staging ring: everything is resident"
+    assert report.ring_line(plan) == (
+        "staging ring of 2 slots of 16 pages (16.0 MiB): a step of 5.000 ms is the larger of compute 2.000 + fill 1.000 and "
+        "link 4.000 + stalls 0.500 + drain 0.500"
+    )

@@ -105,6 +105,8 @@ def generate(
     with engine, report.PhaseProgress("prompt") as progress:
         if verbose:
             report.note(f"{engine.backend_name} backend\n{report.budget_table(engine.budget)}")
+            report.note(report.prediction_line(engine.budget))
+            report.note(report.ring_line(engine.budget))
         generation = task.Generation(engine, opened.tokenizer, prompt_tokens, request, progress)
         _stream(engine, opened, generation, as_json, phases if verbose else None)
 

@@ -257,6 +257,7 @@ def _gather(run: _Run) -> "tuple[list[RungResult | PeerResult], bool]":
                 portable=run.portable,
                 warn=warn,
                 on_load=loading,
+                rates=run.rates.bandwidths,
             )
 
     found: list[RungResult | PeerResult] = []

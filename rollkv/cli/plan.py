@@ -1,7 +1,14 @@
 """`rollkv plan`: the memory budget of a run, from the header of the file alone."""
 
+from dataclasses import replace
+from math import inf
+from typing import Annotated
+
+import typer
+
 from rollkv.cli import options
 from rollkv.config import DEFAULT_UBATCH
+from rollkv.errors import UsageError
 
 
 def plan(
@@ -13,17 +20,25 @@ def plan(
     ubatch: options.Ubatch = DEFAULT_UBATCH,
     cache_type_k: options.CacheTypeK = "f16",
     cache_type_v: options.CacheTypeV = "f16",
+    device: Annotated[int, typer.Option(metavar="INDEX", help="Which GPU's rates to reckon with.")] = 0,
+    probe_link: Annotated[bool, typer.Option("--probe-link", help="Measure link and device memory of the GPU again.")] = False,
+    link_gbps: Annotated[float | None, typer.Option(metavar="GB/S", help="Reckon with this rate of the link.")] = None,
     output: options.Output = "text",
+    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Show how the staging ring was chosen, on stderr.")] = False,
 ) -> None:
-    """Show what a run would hold on the device and in host memory. Touches no device; without -c the model's trained length is planned."""
+    """Show what a run would hold on the device and in host memory, and how fast decode could be. Without -c the model's trained length is planned.
+    Rates of link and device memory are measured once for each card and driver; without a GPU they are assumed."""
     as_json = options.wants_json(output)
     cap = options.size_option(vram_target, "--vram-target")
+    if link_gbps is not None and not 0 < link_gbps < inf:
+        raise UsageError(f"--link-gbps {link_gbps:g}: the value must be above zero")
 
     from rollkv import report
     from rollkv.engine import plan as plan_run
     from rollkv.model_config import model_config
     from rollkv.models import default_model
     from rollkv.synth import open_model
+    from rollkv.tasks.ceilings import machine_bandwidths
     from rollkv.tasks.generate import cache_config
 
     path = model or default_model()
@@ -39,8 +54,13 @@ def plan(
     )
     if cache.ctx_size > config.context_length:
         report.warn(f"a context of {cache.ctx_size} cells is longer than the {config.context_length} that the model was trained for")
-    budget = plan_run(path, cache, vram_target=cap)
+    rates = machine_bandwidths(device, again=probe_link, tell=report.note, warn=report.warn)
+    if link_gbps is not None:
+        rates = replace(rates, link=1e9 * link_gbps, link_origin="given")
+    budget = plan_run(path, cache, vram_target=cap, rates=rates)
     if as_json:
         report.write_json({"model": str(path), "ctx_size": cache.ctx_size, "budget": budget.as_dict()})
     else:
-        report.write_text(f"{path}, {cache.ctx_size} cells\n{report.budget_table(budget)}\n")
+        report.write_text(f"{path}, {cache.ctx_size} cells\n{report.budget_table(budget)}\n{report.prediction_line(budget)}\n")
+    if verbose:
+        report.note(report.ring_line(budget))

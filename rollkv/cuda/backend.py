@@ -80,7 +80,7 @@ class CudaBackend(Operations):
 
     @property
     def gpu(self) -> GpuFacts:
-        return GpuFacts(self.facts.name, self.facts.total_bytes, ".".join(map(str, self.facts.driver_version)))
+        return self.facts.gpu
 
     # -- accounts --------------------------------------------------------------------------------------------------------------
     @property

@@ -9,6 +9,7 @@ from typing import Any
 
 from cuda.bindings import driver as _bindings
 
+from rollkv.backend import GpuFacts
 from rollkv.errors import DeviceError
 
 MIN_CAPABILITY = (8, 0)
@@ -27,6 +28,11 @@ class DeviceFacts:
     num_sms: int
     pci_bus_id: str
     driver_version: tuple[int, int]  # the CUDA version that the driver supports
+
+    @property
+    def gpu(self) -> GpuFacts:
+        """As records name it."""
+        return GpuFacts(self.name, self.total_bytes, ".".join(map(str, self.driver_version)), self.pci_bus_id)
 
 
 class DriverError(DeviceError):

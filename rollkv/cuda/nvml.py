@@ -1,4 +1,4 @@
-"""Device memory of this process as the driver's management library (NVML) sees it: what an observer outside would measure.
+"""What the driver's management library (NVML) tells: device memory of this process as an observer outside would measure it, and the PCIe link.
 
 NVML comes with every driver; it is called through ctypes, so that no package has to match it. Where it does not tell (some containers
 and virtual machines), `ProcessMemory` says None and the caller counts for itself.
@@ -7,6 +7,8 @@ and virtual machines), `ProcessMemory` says None and the caller counts for itsel
 import ctypes
 import os
 from typing import Any
+
+from rollkv.machine_rates import PcieLink
 
 _SUCCESS, _INSUFFICIENT_SIZE = 0, 7
 _NOT_AVAILABLE = (1 << 64) - 1
@@ -30,21 +32,45 @@ class _MemoryInfo(ctypes.Structure):
     _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
 
 
+def _open(pci_bus_id: str, library: Any) -> tuple[Any, ctypes.c_void_p]:
+    """(the library, None where it or the device cannot be had; the device's handle). library: a double, in tests."""
+    handle = ctypes.c_void_p()
+    try:
+        nvml = library if library is not None else ctypes.CDLL("libnvidia-ml.so.1")
+        if nvml.nvmlInit_v2() == _SUCCESS:
+            if nvml.nvmlDeviceGetHandleByPciBusId_v2(pci_bus_id.encode(), ctypes.byref(handle)) == _SUCCESS:
+                return nvml, handle
+    except (OSError, AttributeError):
+        pass
+    return None, handle
+
+
+def pcie_link(pci_bus_id: str, library: Any = None) -> PcieLink:
+    """The link of a device now, and the best that the device can do. An idle card may rest at a lower generation: ask while it copies."""
+    nvml, handle = _open(pci_bus_id, library)
+
+    def ask(*names: str) -> int | None:
+        for name in names:
+            value, function = ctypes.c_uint(), getattr(nvml, name, None)  # of several the first that this driver has
+            if function is not None and function(handle, ctypes.byref(value)) == _SUCCESS:
+                return int(value.value)
+        return None
+
+    return PcieLink(
+        generation=ask("nvmlDeviceGetCurrPcieLinkGeneration"),
+        width=ask("nvmlDeviceGetCurrPcieLinkWidth"),
+        max_generation=ask("nvmlDeviceGetGpuMaxPcieLinkGeneration", "nvmlDeviceGetMaxPcieLinkGeneration"),
+        max_width=ask("nvmlDeviceGetMaxPcieLinkWidth"),
+    )
+
+
 class ProcessMemory:
     """Watches one device. Make it before the context: a process inside a container may appear under a foreign process number, and is
     then recognised as the one that came with the context."""
 
     def __init__(self, pci_bus_id: str, library: Any = None):
-        self._library: Any = None
         self._pid = os.getpid()
-        try:
-            nvml = library if library is not None else ctypes.CDLL("libnvidia-ml.so.1")
-            self._handle = ctypes.c_void_p()
-            if nvml.nvmlInit_v2() == _SUCCESS:
-                if nvml.nvmlDeviceGetHandleByPciBusId_v2(pci_bus_id.encode(), ctypes.byref(self._handle)) == _SUCCESS:
-                    self._library = nvml
-        except (OSError, AttributeError):
-            self._library = None
+        self._library, self._handle = _open(pci_bus_id, library)
         self._pids_before = set(self._processes() or {})
 
     def identify(self) -> None:

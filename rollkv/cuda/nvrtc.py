@@ -7,8 +7,6 @@ options, the compiler's version, the architecture and the expressions, and the f
 
 import hashlib
 import json
-import os
-import tempfile
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Any
 
 from cuda.bindings import nvrtc
 
+from rollkv.cache_dir import cache_dir, store
 from rollkv.errors import DeviceError
 
 # NVRTC 13.0 takes templates of constants without a space for host functions and refuses them; 13.5 does not.
@@ -139,9 +138,8 @@ def _status_name(status: Any) -> str:
 
 
 def default_cache_dir() -> Path:
-    """$ROLLKV_CACHE_DIR, or ~/.cache/rollkv, and kernels/ in it."""
-    root = os.environ.get("ROLLKV_CACHE_DIR")
-    return (Path(root) if root else Path(os.path.expanduser("~")) / ".cache" / "rollkv") / "kernels"
+    """kernels/ in cache_dir()."""
+    return cache_dir() / "kernels"
 
 
 class CubinCache:
@@ -172,7 +170,8 @@ class CubinCache:
         cubin = _load(path, expressions)
         if cubin is None:
             cubin = compile_cubin(source, expressions, arch, self.csrc)
-            _store(path, cubin)
+            body = json.dumps({"lowered": cubin.lowered, "log": cubin.log}).encode() + b"\n" + cubin.image
+            store(path, _MAGIC + hashlib.sha256(body).digest() + body)
         return cubin
 
 
@@ -190,18 +189,3 @@ def _load(path: Path, expressions: tuple[str, ...]) -> Cubin | None:
     if set(fields["lowered"]) != set(expressions):
         return None
     return Cubin(image, fields["lowered"], fields["log"])
-
-
-def _store(path: Path, cubin: Cubin) -> None:
-    """Best effort: a directory that cannot be written to (read-only home, full disk) leaves the run without a disk cache."""
-    body = json.dumps({"lowered": cubin.lowered, "log": cubin.log}).encode() + b"\n" + cubin.image
-    temporary = None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".writing-", delete=False) as file:
-            temporary = file.name
-            file.write(_MAGIC + hashlib.sha256(body).digest() + body)
-        os.replace(temporary, path)
-    except OSError:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)

@@ -4,15 +4,18 @@ The copies go through the calls, streams and kind of host memory that the cache 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
 
 from rollkv.backend import PageRun, Stream
+from rollkv.budget import token_weight_bytes
 from rollkv.config import CacheConfig
-from rollkv.errors import OutOfMemoryError
+from rollkv.errors import DeviceError, OutOfMemoryError
+from rollkv.machine_rates import MachineRates, PcieLink, RatesCache
 from rollkv.model_config import model_config
+from rollkv.roofline import ASSUMED, Bandwidths
 from rollkv.synth import open_model
 from rollkv.units import GIB, MIB
 from rollkv.weights import weight_bytes
@@ -49,6 +52,12 @@ class Rates:
     link_out: float | None = None
     link_both: float | None = None  # both ways at once, added up
     hbm: float | None = None  # device memory: two arrays read, one written
+    pcie: PcieLink = PcieLink()
+
+    @property
+    def bandwidths(self) -> Bandwidths | None:
+        """What a plan is reckoned with; None where nothing was measured."""
+        return None if self.link_in is None or self.hbm is None else MachineRates(self.link_in, self.hbm).bandwidths
 
 
 @dataclass(frozen=True)
@@ -76,6 +85,7 @@ class Ceilings:
             "measured_link_out_gbps": _giga(rates.link_out),
             "measured_link_both_gbps": _giga(rates.link_both),
             "measured_hbm_gbps": _giga(rates.hbm),
+            **rates.pcie.as_dict(),
             "weight_bytes_per_token": self.weight_bytes,
             "kv_bytes_per_token": self.kv_bytes,
             "bytes_per_token": self.token_bytes,
@@ -122,24 +132,49 @@ def measure_rates(backend: TimedBackend) -> Rates:
 
 
 def probe_device(device: int, warn: Callable[[str], None]) -> Rates:
-    """measure_rates on a GPU, which is given back. Raises DeviceError for an unusable one; without 2.5 GiB to spare it warns and measures
-    nothing."""
+    """measure_rates on a GPU, which is given back; what was measured is kept for later plans. Warns of a slow link. Raises DeviceError for an
+    unusable GPU; without 2.5 GiB to spare it warns and measures nothing."""
     from rollkv.cuda.backend import CudaBackend  # here, so that host runs do not wait for the bindings
+    from rollkv.cuda.nvml import pcie_link
 
     with CudaBackend(device, warn=warn) as backend:
         try:
-            return measure_rates(backend)
+            rates = replace(measure_rates(backend), pcie=pcie_link(backend.facts.pci_bus_id))
         except OutOfMemoryError as error:
             warn(f"the ceilings cannot be measured: {error}")
             return Rates()
+        assert rates.link_in is not None and rates.hbm is not None
+        RatesCache().store(backend.gpu.card, MachineRates(rates.link_in, rates.hbm, rates.pcie))
+    if rates.pcie.slow_words is not None:
+        warn(rates.pcie.slow_words)
+    return rates
+
+
+def machine_bandwidths(device: int, *, again: bool, tell: Callable[[str], None], warn: Callable[[str], None]) -> Bandwidths:
+    """What plans for this machine are reckoned with: measured before or, on a GPU of which nothing is known or if `again`, now. ASSUMED
+    without a usable GPU. Warns of a slow link. Raises DeviceError if `again` and there is no usable GPU."""
+    from rollkv.cuda.driver import DriverCalls, find_device
+
+    try:
+        card = find_device(DriverCalls(), device).gpu.card
+        known = None if again else RatesCache().load(card)
+        if known is None:
+            tell("measuring link and device memory, once for this card and driver")
+            return probe_device(device, warn).bandwidths or ASSUMED
+    except DeviceError:
+        if again:
+            raise
+        return ASSUMED
+    if known.pcie.slow_words is not None:
+        warn(known.pcie.slow_words)
+    return known.bandwidths
 
 
 def ceilings(path: str | Path, rates: Rates, cache: CacheConfig, depth: int) -> Ceilings:
-    """The bytes of a step behind `depth` cells, from the header. A row of the embedding table is too little to count."""
+    """The bytes of a step behind `depth` cells, from the header."""
     with open_model(path) as file:
         config = model_config(file)
-        sizes = weight_bytes(config, file.tensors)
-        weights = sum(size for name, size in sizes.items() if config.tied_output or name != "token_embd.weight")
+        weights = token_weight_bytes(config, weight_bytes(config, file.tensors))
     visible = [min(depth, layer.sliding_window or depth) for layer in config.layers]
     pages = [cache.page_format(layer).page_bytes for layer in config.layers]
     return Ceilings(rates, weights, sum(cells * size // cache.page_cells for cells, size in zip(visible, pages, strict=True)))

@@ -1,0 +1,126 @@
+"""What a decode step costs at the limit of link and device memory: a model small enough to check by hand, by which window and staging ring are
+chosen and speeds predicted. Nothing that is computed depends on it.
+
+A step reads every weight and every cached cell once from device memory. Meanwhile the tail crosses the link piece by piece:
+
+  step    = max(compute + fill, link + stalls + drain)
+  compute = bytes of weights and cells / rate of device memory + WAIT_SECONDS for each piece
+  fill    = the first piece, for which attention of the first layer waits: copies begin with the step
+  link    = over all pieces: max(PIECE_FLOOR_SECONDS, PIECE_LATENCY_SECONDS + bytes / rate of the link)
+  stalls  = over all layers: what of the time between two attentions (that of a layer's weights) copies into all slots do not fill
+  drain   = what is computed behind the last piece: a layer's weights
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rollkv.pages import pages_for
+
+# Copies from pinned memory on an H200 (PCIe 5 x16, 54.9 GB/s in large pieces): 52.5 GB/s in pieces of 4 MiB, 50.5 of 2, 47 of 1; 13 of 0.25.
+PIECE_LATENCY_SECONDS = 3.3e-6
+PIECE_FLOOR_SECONDS = 20e-6
+# What a piece costs compute though it has long arrived, in a recorded step on the same card: 36 layers took 3.24 ms without a tail, 3.52 with one
+# piece of 2 MiB each and 3.77 with two of 1 MiB.
+WAIT_SECONDS = 6.5e-6
+
+
+@dataclass(frozen=True)
+class Bandwidths:
+    """Bytes a second, and where each figure comes from: "measured", "given" or "assumed"."""
+
+    link: float  # pinned host memory to device, in large pieces
+    hbm: float  # device memory
+    link_origin: str = "assumed"
+    hbm_origin: str = "assumed"
+
+    def as_dict(self) -> dict[str, object]:
+        return {
+            "link_gbps": self.link / 1e9,
+            "link_origin": self.link_origin,
+            "hbm_gbps": self.hbm / 1e9,
+            "hbm_origin": self.hbm_origin,
+        }
+
+
+# A card of PCIe 4 x16 of which nothing is known.
+ASSUMED = Bandwidths(link=25e9, hbm=1000e9)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that a decode step behind a full context moves."""
+
+    fixed_bytes: int  # weights, and cells of sliding-window layers: always on the device
+    page_bytes: tuple[int, ...]  # of one page of each full-attention layer
+    total_pages: int  # of the context
+
+    @property
+    def token_bytes(self) -> int:
+        """Read from device memory, wherever the cells lie."""
+        return self.fixed_bytes + self.total_pages * sum(self.page_bytes)
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """The terms of one step in seconds: numbers, or arrays with an entry for each of many plans."""
+
+    compute: Any
+    fill: Any = 0.0
+    link: Any = 0.0
+    stalls: Any = 0.0
+    drain: Any = 0.0
+
+    @property
+    def beside_link(self) -> Any:
+        """If copies took no time but the first."""
+        return self.compute + self.fill
+
+    @property
+    def beside_compute(self) -> Any:
+        """If what is computed beside them took no time."""
+        return self.link + self.stalls + self.drain
+
+    @property
+    def seconds(self) -> Any:
+        return np.maximum(self.beside_link, self.beside_compute)
+
+    @property
+    def bound(self) -> str:
+        """What a single step waits for."""
+        return "link" if self.beside_compute > self.beside_link else "device memory"
+
+    def as_dict(self) -> dict[str, object]:
+        return {
+            "tokens_per_second": 1 / self.seconds,
+            "bound": self.bound,
+            **{f"{name}_ms": 1e3 * getattr(self, name) for name in ("compute", "fill", "link", "stalls", "drain")},
+        }
+
+
+def piece_seconds(piece_bytes: Any, link_rate: float) -> Any:
+    """How long one copy keeps the link busy, in a row of copies."""
+    return np.maximum(PIECE_FLOOR_SECONDS, PIECE_LATENCY_SECONDS + piece_bytes / link_rate)
+
+
+def resident_cost(traffic: Traffic, rates: Bandwidths) -> StepCost:
+    """A step that copies nothing."""
+    return StepCost(traffic.token_bytes / rates.hbm)
+
+
+def streamed_cost(traffic: Traffic, rates: Bandwidths, tail_pages: Any, num_slots: Any, slot_pages: Any) -> StepCost:
+    """A step of which tail_pages pages of every full-attention layer, at least one, pass through a ring of num_slots slots of slot_pages pages.
+    Each of the three is a number, or an array of plans."""
+    count = pages_for(tail_pages, slot_pages)  # pieces of a layer; stream_plan.py makes them equal
+    num_layers = len(traffic.page_bytes)
+    elsewhere = traffic.fixed_bytes / num_layers / rates.hbm
+    link = stalls = 0.0
+    for page_bytes, layers in Counter(traffic.page_bytes).items():
+        piece = piece_seconds(tail_pages * page_bytes / count, rates.link)
+        link = link + layers * count * piece
+        stalls = stalls + layers * np.maximum(elsewhere - num_slots * piece, 0.0)
+    compute = traffic.token_bytes / rates.hbm + num_layers * count * WAIT_SECONDS
+    fill = piece_seconds(pages_for(tail_pages, count) * traffic.page_bytes[0], rates.link)
+    return StepCost(compute, fill, link, stalls, elsewhere)

@@ -277,8 +277,12 @@ class HostBackend:
                 parts.lse.values[number - parts.first_page] = np.where(empty, -np.inf, maximum[0] + np.log(total[0]))
             parts.out.values[number - parts.first_page] = values[0] / np.where(empty, 1, total[0])[:, None]
         if run.first_page + run.num_pages == parts.first_page + parts.num_parts:
-            merged, _ = reference.merge_states(parts.out.values[: parts.num_parts], parts.lse.values[: parts.num_parts])
-            out.values[...] = merged.reshape(1, -1)
+            out.values[...] = self._merged(parts.out.values[: parts.num_parts], parts.lse.values[: parts.num_parts]).reshape(1, -1)
+
+    def _merged(self, part_out: np.ndarray, part_lse: np.ndarray) -> np.ndarray:
+        """The attention, [H, Dv], whose parts these are: [parts, H, Dv], [parts, H]."""
+        merged, _ = reference.merge_states(part_out, part_lse)
+        return merged
 
     def attend_tile(
         self,

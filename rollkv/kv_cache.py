@@ -190,7 +190,7 @@ class KVCache:
         if self._staged[piece.slot][1] is None:
             return
         coming = [other for other, filled in self._staged.values() if filled is not None and (other == piece or other in self._walked)]
-        together = coming[: 1 + self._ring_shape.num_slots // 2]
+        together = coming[: max(self._ring_shape.num_slots // 2, 1)]
         self._backend.wait(Stream.COMPUTE, self._staged[together[-1].slot][1])  # copies end in their order
         self._staged.update({other.slot: (other, None) for other in together})
 

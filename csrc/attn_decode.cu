@@ -48,6 +48,7 @@ __global__ void __launch_bounds__(kThreads, kHeads <= 4 && sizeof(KeyType) + siz
   __shared__ __align__(16) float shared[kFloats];  // queries and scores; at the end the row groups' sums
   __shared__ __align__(16) KeyType new_key[kKeyDim];
   __shared__ __align__(16) ValueType new_value[kValueDim];
+  __shared__ float2 angles[kKeyDim / 2];
   __shared__ float row_m[kHeads], row_l[kHeads];
   float* const queries = shared;               // [heads][Dk]
   float* const scores = shared + kQueryFloats;  // [heads][256]
@@ -66,10 +67,15 @@ __global__ void __launch_bounds__(kThreads, kHeads <= 4 && sizeof(KeyType) + siz
   const KvPages<KeyType, ValueType, kKeyDim, kValueDim> pages{pool, num_slots, first_slot, num_kv_heads, page_cells};
   const KeyType* const keys = pages.keys(index, kv_head);
   const ValueType* const values = pages.values(index, kv_head);
+  const int num_old = end - begin - (new_row >= 0);  // cells of earlier steps, which need not wait for the kernels before
+  prefetch<kThreads>(keys + i64(begin) * kKeyDim, num_old * kKeyDim * int(sizeof(KeyType)));
+  prefetch<kThreads>(values + i64(begin) * kValueDim, num_old * kValueDim * int(sizeof(ValueType)));
   wait_for_previous();
 
   {
-    const Rotation<kKeyDim> rotation(table, pairs, interleaved);
+    load_angles<kThreads>(angles, table, pairs);
+    __syncthreads();
+    const Rotation rotation{angles, pairs, interleaved != 0};
 #pragma unroll 1
     for (int row = warp; row < heads + (new_row >= 0); row += kThreads / 32) {  // the last: the new key
       HeadRow<kKeyDim> x;

@@ -13,10 +13,9 @@
 
 #include "online_softmax.cuh"
 
-// True in every thread of the block that is the last of `count` blocks to come here; it then sees what the others wrote before.
+// True in every thread of the block that is the last of `count` blocks to come here, behind a barrier; it then sees what the others wrote before.
 __device__ __forceinline__ bool arrives_last(u32* counter, int count) {
   __shared__ bool last;
-  __syncthreads();
   if (threadIdx.x == 0) {
     __threadfence();
     last = atomicInc(counter, count - 1) == count - 1;  // which takes it back to 0
@@ -41,7 +40,7 @@ struct PartStates {
 // Merges states first .. first + count - 1 of heads head .. head + heads - 1 into out [heads][Dv] and, unless null, lse [heads].
 template <int kThreads, int kValueDim>
 __device__ __forceinline__ void merge_states(const PartStates& states, int first, int count, int head, int heads, float* out, float* lse) {
-  constexpr int kBatch = 16;  // states whose loads a thread has under way
+  constexpr int kBatch = 8;  // states whose loads a thread has under way
   for (int item = threadIdx.x; item < heads * (kValueDim / 4); item += kThreads) {
     const int h = item / (kValueDim / 4), column = item % (kValueDim / 4) * 4;
     const float* const logs = states.lse + states.row(first, head + h);
@@ -89,11 +88,12 @@ __device__ __forceinline__ void merge_states(const PartStates& states, int first
   }
 }
 
-// Every block of a launch over parts first_part .. first_part + launch_parts - 1 calls this when its threads have written heads head .. head + heads - 1 of
-// state `part`. arrivals: the counters of these heads, one a set and one for the sets. out: the result [H][Dv].
+// Called for every part of a launch over parts first_part .. first_part + launch_parts - 1 by the block that has just written heads head .. head + heads - 1
+// of its state; begins with a barrier. arrivals: the counters of these heads, one a set and one for the sets. out: the result [H][Dv].
 template <int kThreads, int kValueDim>
 __device__ __forceinline__ void merge_when_last(
     const PartStates& states, u32* arrivals, int part, int first_part, int launch_parts, int head, int heads, float* out) {
+  __syncthreads();
   const int sets = states.sets(), set = part / states.set_parts, end_part = first_part + launch_parts;
   int first = set * states.set_parts, count = min(states.set_parts, states.num_parts - first);
   if (first + count > end_part) return;  // the rest of the set comes with a later launch
@@ -104,6 +104,7 @@ __device__ __forceinline__ void merge_when_last(
     float* const target = whole ? out + i64(head) * kValueDim : states.out + merged * kValueDim;
     merge_states<kThreads, kValueDim>(states, first, count, head, heads, target, whole ? nullptr : states.lse + merged);
     if (whole || end_part < states.num_parts) return;
+    __syncthreads();
     first = states.num_parts, count = counter = sets, arriving = sets - first_part / states.set_parts, whole = true;
   }
 }

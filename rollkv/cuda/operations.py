@@ -129,7 +129,7 @@ class Operations(ABC):
         parts: PartStates,
         out: DeviceArray,
     ) -> None:
-        attn_decode.attend_step(self.launcher, projected, position, run, page, scale, parts, out)
+        attn_decode.attend_step(self.launcher, projected, position, run, page, scale, parts, out, num_sms=self._num_sms)
 
     def attend_tile(
         self,

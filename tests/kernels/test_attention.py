@@ -421,7 +421,11 @@ def test_every_head_has_one_block_in_decode() -> None:
         shape = attn_decode.launch_shape(group, 3, 7)
         assert shape.heads <= 8 and shape.heads * (shape.chunks - 1) < group <= shape.heads * shape.chunks
         assert shape.grid == (7 * shape.chunks, 3, 1)
-        assert attn_decode.mma_launch_shape(group, 3, 7) == shape._replace(threads=256, grid=(shape.chunks, 3, 7))
+        for pages in (1, 7, 10000):
+            for arch in ARCHS:
+                ring = attn_decode.mma_launch_shape(128, group, 3, pages, 132, arch)
+                assert (ring.heads, ring.grid[:2]) == (shape.heads, (shape.chunks, 3)) and 1 <= ring.grid[2] <= pages
+                assert ring.units == 4 or (arch in ("sm_90a", "sm_100a") and pages * 3 * shape.chunks <= 132)
 
 
 def test_prefill_fits_the_shared_memory_of_every_card() -> None:
@@ -492,7 +496,7 @@ def test_wrong_shapes_are_refused() -> None:
     ):
         operands = {"projected": projected, "position": position, "run": run, "page": page, "scale": 1.0, "parts": parts, "out": q} | wrong
         with pytest.raises(KernelError, match=message):
-            attn_decode.attend_step(launcher, **operands)
+            attn_decode.attend_step(launcher, **operands, num_sms=132)
     with pytest.raises(KernelError, match="state must be"):
         attn_prefill.attend_tile(launcher, q, position, run, layer, page, 1.0, q, first=True, last=True, out=q)
     with pytest.raises(KernelError, match="the pool must be"):

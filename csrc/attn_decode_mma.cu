@@ -20,6 +20,11 @@
 
 constexpr int kWarps = 8, kThreads = kWarps * 32, kHeads = 8;
 constexpr int kPageCells = 256, kTiles = kPageCells / 16, kKeyTiles = kTiles / kWarps;  // of a page; of a warp's keys
+#if __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200
+constexpr int kBlocks = 2;  // on a multiprocessor: with a ring of four units shared memory holds two where it has 227 KiB, elsewhere one
+#else
+constexpr int kBlocks = 1;
+#endif
 constexpr float kLog2E = 1.4426950408889634f;
 
 // O[16 d][8 heads] += V^T P^T for one word of d pairs: `a` to `d` are that word of four neighbouring cells.
@@ -28,7 +33,7 @@ __device__ __forceinline__ void add_values(float (&O)[4], u32 a, u32 b, u32 c, u
 }
 
 template <int kDim, int kBuffers>
-__global__ void __launch_bounds__(kThreads, kBuffers > 4 ? 1 : 2) attn_decode_mma(
+__global__ void __launch_bounds__(kThreads, kBuffers > 4 ? 1 : kBlocks) attn_decode_mma(
     const float* qkv,                  // [H*D + Hkv*D + Hkv*D]
     const float* __restrict__ q_norm,  // [D] or null
     const float* __restrict__ k_norm,  // [D] or null

@@ -68,9 +68,9 @@ def mma_launch_shape(dim: int, group: int, num_kv_heads: int, num_pages: int, nu
     multiprocessors a ring that takes as much of a page at once as it can."""
     chunks = -(-group // _MAX_HEADS)
     columns = chunks * num_kv_heads
-    wide = columns * num_pages <= num_sms and arch.rstrip("a") in _WIDE_ARCHS
-    units = _MANY_UNITS[dim] if wide else _FEW_UNITS
-    sharing = min(num_pages, max(_MMA_BLOCKS_PER_SM * num_sms // columns, 1))
+    blocks = num_sms * (_MMA_BLOCKS_PER_SM if arch.rstrip("a") in _WIDE_ARCHS else 1)
+    units = _MANY_UNITS[dim] if columns * num_pages <= num_sms < blocks else _FEW_UNITS
+    sharing = min(num_pages, max(blocks // columns, 1))
     return RingShape(_MMA_THREADS, -(-group // chunks), (chunks, num_kv_heads, sharing), units, units * _UNIT_BYTES)
 
 

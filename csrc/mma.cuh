@@ -43,15 +43,10 @@ __device__ __forceinline__ u32 transpose_matrix(u32 x) {
   return r;
 }
 
-// 16 bytes that are read once; zeros, and nothing read, if not `visible`. Volatile, unlike load16: the compiler must leave it in its place.
-__device__ __forceinline__ uint4 load16_in_order(const void* address, bool visible) {
+// 16 bytes that are read once. Volatile, unlike load16: the compiler must leave it in its place.
+__device__ __forceinline__ uint4 load16_in_order(const void* address) {
   uint4 v;
-  asm volatile(
-      "{\n.reg .pred visible;\nsetp.ne.u32 visible, %5, 0;\n"
-      "mov.u32 %0, 0;\nmov.u32 %1, 0;\nmov.u32 %2, 0;\nmov.u32 %3, 0;\n"
-      "@visible ld.global.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
-      : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
-      : "l"(address), "r"(u32(visible)));
+  asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(address));
   return v;
 }
 

@@ -17,8 +17,7 @@
 #include "kv_page.cuh"
 #include "mma.cuh"
 
-constexpr int kWarps = 8, kThreads = kWarps * 32, kHeads = 8;
-constexpr int kPageCells = 256, kTiles = kPageCells / 16, kKeyTiles = kTiles / kWarps;  // of a page; of a warp's keys
+constexpr int kHeads = 8, kPageCells = 256, kTiles = kPageCells / 16;
 constexpr float kLog2E = 1.4426950408889634f;
 
 // O[16 d][8 heads] += V^T P^T for one word of d pairs: `a` to `d` are that word of four neighbouring cells.
@@ -26,8 +25,8 @@ __device__ __forceinline__ void add_values(float (&O)[4], u32 a, u32 b, u32 c, u
   mma_f16(O, __byte_perm(a, b, 0x5410), __byte_perm(a, b, 0x7632), __byte_perm(c, d, 0x5410), __byte_perm(c, d, 0x7632), P.x, P.y);
 }
 
-template <int kDim, int kBuffers, int kBlocks>
-__global__ void __launch_bounds__(kThreads, kBlocks) attn_decode_mma(
+template <int kDim, int kWarps, int kBuffers, int kBlocks>
+__global__ void __launch_bounds__(kWarps * 32, kBlocks) attn_decode_mma(
     const float* qkv,                  // [H*D + Hkv*D + Hkv*D]
     const float* __restrict__ q_norm,  // [D] or null
     const float* __restrict__ k_norm,  // [D] or null
@@ -41,17 +40,19 @@ __global__ void __launch_bounds__(kThreads, kBlocks) attn_decode_mma(
     int num_slots, int first_slot, int first_page, int first_part, int num_parts, int pairs, int interleaved, int group,
     int heads_a_block, int sliding_window, float eps, float scale) {
   static_assert(kDim % 64 == 0 && kDim <= 256, "unsupported shape");
+  constexpr int kThreads = kWarps * 32, kKeyTiles = kTiles / kWarps;      // of a warp
   constexpr int kPieces = kDim / 64;                                      // of a row of keys: 64 columns, 4 loads a lane with its neighbour 2 further
   constexpr int kColumns = kPieces == 3 ? 4 : kPieces, kShares = kWarps / kColumns;  // warps beside each other in values, 64 columns each; shares of the cells
   constexpr int kValueTiles = kTiles / kShares;                           // of a share
   constexpr int kKeyUnits = kPieces * kKeyTiles, kUnits = kKeyUnits + kValueTiles;  // of 4 loads a lane
-  __shared__ __align__(16) float sums[kShares][kHeads][kDim + 4];
+  constexpr int kSumFloats = kShares * kHeads * (kDim + 4), kRowFloats = (kHeads + 2) * kDim;
+  __shared__ __align__(16) float shared[kSumFloats > kRowFloats ? kSumFloats : kRowFloats];  // rows of the product; at the end the shares' sums
   __shared__ __align__(16) Half query[kHeads][kDim + 32];  // padded: 8 lanes read 16 bytes each of two rows
   __shared__ __align__(16) Half new_cell[2][kDim];         // key, value
   __shared__ uint2 weights[kTiles][32];                    // P^T of a tile as fragments
   __shared__ float warp_m[kWarps][kHeads], warp_l[kWarps][kHeads], norms[2][kDim];
   __shared__ float2 angles[kDim / 2];
-  static_assert(kShares * kHeads * (kDim + 4) >= kWarps * kDim, "sums are scratch of the rows first");
+  auto sums = [&](int share, int h, int d) { return shared + (share * kHeads + h) * (kDim + 4) + d; };
 
   const int chunk = blockIdx.x, kv_head = blockIdx.y, index = blockIdx.z;
   const int num_kv_heads = gridDim.y, num_heads = num_kv_heads * group;
@@ -97,34 +98,32 @@ __global__ void __launch_bounds__(kThreads, kBlocks) attn_decode_mma(
   }
   wait_for_previous();
 
-  // Rows of the product: the queries, then the new key and the new value where this page takes them. A warp has up to two.
+  // Rows of the product: the queries, then the new key and the new value where this page takes them.
   const int num_rows = heads + (new_row >= 0 ? 2 : 0);
-  HeadRow<kDim> rows[2];
-#pragma unroll
-  for (int i = 0; i < 2; i++) {
-    const int row = warp + i * kWarps;
-    const int at = row < heads ? head + row : num_heads + (row - heads) * num_kv_heads + kv_head;
-    if (row < num_rows) rows[i].load(qkv + i64(at) * kDim);
+  for (int item = threadIdx.x; item < num_rows * (kDim / 4); item += kThreads) {
+    const int row = item / (kDim / 4), at = row < heads ? head + row : num_heads + (row - heads) * num_kv_heads + kv_head;
+    *reinterpret_cast<float4*>(shared + item * 4) = fresh(reinterpret_cast<const float4*>(qkv + i64(at) * kDim) + item % (kDim / 4));
   }
   load_angles<kThreads>(angles, table, pairs);
   __syncthreads();
-#pragma unroll
-  for (int i = 0; i < 2; i++) {
-    const int row = warp + i * kWarps;
+#pragma unroll 1
+  for (int row = warp; row < max(num_rows, kHeads); row += kWarps) {
+    HeadRow<kDim> x;
+    if (row < num_rows) x.take(shared + row * kDim);
     if (row <= heads && row < num_rows) {
       const float* norm = row < heads ? q_norm : k_norm;
       if (norm != nullptr) norm = norms[row < heads ? 0 : 1];
-      norm_and_turn(rows[i], norm, eps, Rotation{angles, pairs, interleaved != 0}, &sums[0][0][0] + warp * kDim);
+      norm_and_turn(x, norm, eps, Rotation{angles, pairs, interleaved != 0}, shared + row * kDim);
     }
 #pragma unroll
-    for (int j = 0; j < rows[i].kCount; j++) {
-      const int d = rows[i].element(j);
-      const Half x = row < num_rows ? from_float<Half>(rows[i].x[j]) : Half{0};
-      if (row < kHeads) query[row][d] = x;  // those beyond the heads meet nobody's sums
+    for (int i = 0; i < x.kCount; i++) {
+      const int d = x.element(i);
+      const Half rounded = row < num_rows ? from_float<Half>(x.x[i]) : Half{0};
+      if (row < kHeads) query[row][d] = rounded;  // those beyond the heads meet nobody's sums
       if (row >= heads && row < num_rows) {
-        new_cell[row - heads][d] = x;
+        new_cell[row - heads][d] = rounded;
         const Half* cells = row == heads ? pages.keys(index, kv_head) : pages.values(index, kv_head);
-        if (chunk == 0) const_cast<Half*>(cells)[new_row * kDim + d] = x;
+        if (chunk == 0) const_cast<Half*>(cells)[new_row * kDim + d] = rounded;
       }
     }
   }
@@ -231,8 +230,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks) attn_decode_mma(
 #pragma unroll
     for (int o = 0; o < 4; o++) {  // O[o]: columns d (elements 0, 1) and d + 1 (2, 3) of heads 2 t and 2 t + 1
       const int d = column * 64 + 8 * g + 2 * o;
-      *reinterpret_cast<float2*>(&sums[share][2 * t][d]) = make_float2(O[o][0], O[o][2]);
-      *reinterpret_cast<float2*>(&sums[share][2 * t + 1][d]) = make_float2(O[o][1], O[o][3]);
+      *reinterpret_cast<float2*>(sums(share, 2 * t, d)) = make_float2(O[o][0], O[o][2]);
+      *reinterpret_cast<float2*>(sums(share, 2 * t + 1, d)) = make_float2(O[o][1], O[o][3]);
     }
   }
   __syncthreads();
@@ -244,7 +243,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) attn_decode_mma(
     float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
     for (int i = 0; i < kShares; i++) {
-      const float4 x = *reinterpret_cast<const float4*>(&sums[i][h][d]);
+      const float4 x = *reinterpret_cast<const float4*>(sums(i, h, d));
       total.x += x.x, total.y += x.y, total.z += x.z, total.w += x.w;
     }
     float sum = 0.0f;
@@ -259,7 +258,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) attn_decode_mma(
       part_lse[part + h] = softmax_lse(most * scale, sum);
     }
   }
-  if constexpr (kBuffers == 4) {
+  if constexpr (kWarps == 8) {
     if (num_parts > 1 && num_parts <= kMergeSums && first_part + gridDim.z == num_parts) {
       merge_when_last<kThreads, kDim>(
           part_out, part_lse, arrivals + kv_head * gridDim.x + chunk, out, num_parts, gridDim.z, num_heads, head, heads);

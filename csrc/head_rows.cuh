@@ -18,6 +18,10 @@ struct HeadRow {
 #pragma unroll
     for (int i = 0; i < kCount; i++) x[i] = element(i) < kDim ? fresh(source + element(i)) : 0.0f;
   }
+  __device__ __forceinline__ void take(const float* row) {  // [kDim], in shared memory
+#pragma unroll
+    for (int i = 0; i < kCount; i++) x[i] = element(i) < kDim ? row[element(i)] : 0.0f;
+  }
   static __device__ __forceinline__ int element(int i) { return threadIdx.x % 32 + 32 * i; }
 };
 

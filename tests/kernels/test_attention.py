@@ -464,7 +464,9 @@ def test_every_head_has_one_block_in_decode() -> None:
         shape = attn_decode.launch_shape(group, 3, 7)
         assert shape.heads <= 8 and shape.heads * (shape.chunks - 1) < group <= shape.heads * shape.chunks
         assert shape.grid == (7 * shape.chunks, 3, 1)
-        assert attn_decode.mma_launch_shape(group, 3, 7) == shape._replace(threads=256, grid=(shape.chunks, 3, 7))
+        for parts, threads in ((16, 256), (17, 128)):
+            ours = attn_decode.mma_launch_shape(128, group, 3, 7, parts)
+            assert ours == shape._replace(threads=threads, grid=(shape.chunks, 3, 7))
 
 
 def test_merge_covers_all_columns() -> None:

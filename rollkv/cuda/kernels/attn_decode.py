@@ -13,10 +13,11 @@ from rollkv.cuda.nvrtc import KernelError, KernelSpec
 
 _THREADS = 128
 _MAX_HEADS = 8  # query heads that one block holds sums for
-_MMA_THREADS = 256
-_MMA_DIMS = (64, 128, 192, 256)  # head sizes of the tensor-core kernel
-_FEW, _MANY = "4, 2", "2, 3"
 MERGED_WITHIN = 16  # parts up to which the attention kernels merge them themselves: kMergeSums of csrc/attn_merge.cuh
+# The tensor-core kernel by head size: warps, buffers of 4 loads a lane, blocks that a multiprocessor must have room for. Few pages are bound by latency and
+# load as much of a page at once as registers hold; many by memory.
+_FEW_PAGES = {64: (8, 4, 2), 128: (8, 8, 1), 192: (8, 8, 1), 256: (8, 8, 1)}
+_MANY_PAGES = {64: (4, 4, 4), 128: (4, 4, 3), 192: (4, 4, 3), 256: (4, 4, 3)}
 _MMA_PAGE_CELLS = 256
 _MMA_MIN_GROUP = 4  # smaller groups are bound by memory in float32 too
 
@@ -36,7 +37,7 @@ def variant(layer: LayerConfig, page: PageFormat) -> Variant:
     """Which kernel serves a layer, by its shape and cache types alone: half cells of the usual head sizes go to the tensor cores, with the
     query and the softmax weights rounded to half; everything else is computed in float32."""
     half = page.key_type == page.value_type == "f16" and page.key_dim == page.value_dim
-    fits = page.key_dim in _MMA_DIMS and page.page_cells == _MMA_PAGE_CELLS and layer.group >= _MMA_MIN_GROUP
+    fits = page.key_dim in _FEW_PAGES and page.page_cells == _MMA_PAGE_CELLS and layer.group >= _MMA_MIN_GROUP
     return "mma" if half and fits else "float32"
 
 
@@ -49,10 +50,14 @@ def launch_shape(group: int, num_kv_heads: int, num_pages: int) -> Shape:
 
 
 @cache
-def mma_launch_shape(group: int, num_kv_heads: int, num_pages: int) -> Shape:
+def mma_launch_shape(dim: int, group: int, num_kv_heads: int, num_pages: int, num_parts: int) -> Shape:
     """The tensor-core kernel: the same division, in another grid."""
     chunks = -(-group // _MAX_HEADS)
-    return Shape(_MMA_THREADS, -(-group // chunks), chunks, (chunks, num_kv_heads, num_pages))
+    return Shape(_mma_form(dim, num_parts)[0] * 32, -(-group // chunks), chunks, (chunks, num_kv_heads, num_pages))
+
+
+def _mma_form(dim: int, num_parts: int) -> tuple[int, int, int]:
+    return (_FEW_PAGES if num_parts <= MERGED_WITHIN else _MANY_PAGES)[dim]
 
 
 @cache
@@ -64,7 +69,7 @@ def spec(key_type: KvType, value_type: KvType, key_dim: int, value_dim: int, hea
 @cache
 def mma_spec(dim: int, num_parts: int) -> KernelSpec:
     """The tensor-core kernel for a step over num_parts pages."""
-    return KernelSpec("attn_decode_mma.cu", f"attn_decode_mma<{dim}, {_FEW if num_parts <= MERGED_WITHIN else _MANY}>", early=True)
+    return KernelSpec("attn_decode_mma.cu", f"attn_decode_mma<{dim}, {', '.join(map(str, _mma_form(dim, num_parts)))}>", early=True)
 
 
 def instances() -> tuple[KernelSpec, ...]:
@@ -74,7 +79,7 @@ def instances() -> tuple[KernelSpec, ...]:
         spec("f32", "f32", 256, 256, 8),
         spec("f32", "bf16", 16, 32, 1),
     )
-    return plain + tuple(mma_spec(dim, parts) for dim in _MMA_DIMS for parts in (1, MERGED_WITHIN + 1))
+    return plain + tuple(mma_spec(dim, parts) for dim in _FEW_PAGES for parts in (1, MERGED_WITHIN + 1))
 
 
 def attend_step_bytes(num_cells: int, num_parts: int, layer: LayerConfig, page: PageFormat) -> int:
@@ -120,7 +125,7 @@ def attend_step(
     if variant(layer, page) == "mma":
         if not scale > 0:
             raise KernelError(f"attend_step: the scale of the scores must be positive, not {scale}")
-        shape = mma_launch_shape(layer.group, layer.num_kv_heads, run.num_pages)
+        shape = mma_launch_shape(page.key_dim, layer.group, layer.num_kv_heads, run.num_pages, num_parts)
         heads = np.int32(layer.group), np.int32(shape.heads)
         launcher.launch(mma_spec(page.key_dim, num_parts), shape.grid, shape.threads, *operands, *heads, window, eps, scale32)
     else:

@@ -26,7 +26,7 @@ __device__ __forceinline__ void add_values(float (&O)[4], u32 a, u32 b, u32 c, u
 }
 
 template <int kDim, int kWarps, int kBuffers, int kBlocks>
-__global__ void __launch_bounds__(kWarps * 32, kBlocks) attn_decode_mma(
+__global__ void __launch_bounds__(kWarps * 32, __CUDA_ARCH__ >= 1200 && kBlocks > 3 ? 3 : kBlocks) attn_decode_mma(
     const float* qkv,                  // [H*D + Hkv*D + Hkv*D]
     const float* __restrict__ q_norm,  // [D] or null
     const float* __restrict__ k_norm,  // [D] or null

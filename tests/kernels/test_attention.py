@@ -50,6 +50,10 @@ DECODE = [
     (5, 2, 128, 128, "f16", "f16", 256, 16 * 256 + 1, None, "shuffled"),
     (8, 1, 256, 256, "f16", "f16", 256, 9000, None, "two"),
     (9, 1, 192, 192, "f16", "f16", 256, 9000, 5000, "ring"),
+    (5, 1, 64, 64, "f16", "f16", 256, 12000, None, "two"),
+    (8, 1, 128, 128, "f16", "f16", 256, 11000, None, "shuffled"),
+    (4, 1, 192, 192, "f16", "f16", 256, 10500, None, "two"),
+    (12, 1, 256, 256, "f16", "f16", 256, 11009, 10800, "ring"),
     (3, 2, 64, 64, "f16", "f16", 16, 16 * 47, None, "two"),
     (12, 1, 80, 96, "bf16", "f32", 16, 16 * 300 + 7, None, "shuffled"),
 ]
@@ -464,7 +468,7 @@ def test_every_head_has_one_block_in_decode() -> None:
         shape = attn_decode.launch_shape(group, 3, 7)
         assert shape.heads <= 8 and shape.heads * (shape.chunks - 1) < group <= shape.heads * shape.chunks
         assert shape.grid == (7 * shape.chunks, 3, 1)
-        for parts, threads in ((16, 256), (17, 128)):
+        for parts, threads in ((16, 256), (17, 256), (41, 128)):
             ours = attn_decode.mma_launch_shape(128, group, 3, 7, parts)
             assert ours == shape._replace(threads=threads, grid=(shape.chunks, 3, 7))
 

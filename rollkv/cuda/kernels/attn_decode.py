@@ -14,10 +14,12 @@ from rollkv.cuda.nvrtc import KernelError, KernelSpec
 _THREADS = 128
 _MAX_HEADS = 8  # query heads that one block holds sums for
 MERGED_WITHIN = 16  # parts up to which the attention kernels merge them themselves: kMergeSums of csrc/attn_merge.cuh
-# The tensor-core kernel by head size: warps, buffers of 4 loads a lane, blocks that a multiprocessor must have room for. Few pages are bound by latency and
-# load as much of a page at once as registers hold; many by memory.
+# The tensor-core kernel by head size and parts: warps, buffers of 4 loads a lane, blocks that a multiprocessor must have room for. Few pages are bound by
+# latency and load as much of a page at once as registers hold; many are bound by memory, and smaller blocks even out what it does.
 _FEW_PAGES = {64: (8, 4, 2), 128: (8, 8, 1), 192: (8, 8, 1), 256: (8, 8, 1)}
-_MANY_PAGES = {64: (4, 4, 4), 128: (4, 4, 3), 192: (4, 4, 3), 256: (4, 4, 3)}
+_SOME_PAGES = dict.fromkeys(_FEW_PAGES, (8, 4, 2))
+_MANY_PAGES = dict.fromkeys(_FEW_PAGES, (4, 4, 4))
+_MANY = 41  # parts
 _MMA_PAGE_CELLS = 256
 _MMA_MIN_GROUP = 4  # smaller groups are bound by memory in float32 too
 
@@ -57,7 +59,7 @@ def mma_launch_shape(dim: int, group: int, num_kv_heads: int, num_pages: int, nu
 
 
 def _mma_form(dim: int, num_parts: int) -> tuple[int, int, int]:
-    return (_FEW_PAGES if num_parts <= MERGED_WITHIN else _MANY_PAGES)[dim]
+    return (_FEW_PAGES if num_parts <= MERGED_WITHIN else _SOME_PAGES if num_parts < _MANY else _MANY_PAGES)[dim]
 
 
 @cache
@@ -79,7 +81,7 @@ def instances() -> tuple[KernelSpec, ...]:
         spec("f32", "f32", 256, 256, 8),
         spec("f32", "bf16", 16, 32, 1),
     )
-    return plain + tuple(mma_spec(dim, parts) for dim in _FEW_PAGES for parts in (1, MERGED_WITHIN + 1))
+    return plain + tuple(mma_spec(dim, parts) for dim in _FEW_PAGES for parts in (1, MERGED_WITHIN + 1, _MANY))
 
 
 def attend_step_bytes(num_cells: int, num_parts: int, layer: LayerConfig, page: PageFormat) -> int:

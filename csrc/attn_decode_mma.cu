@@ -26,7 +26,7 @@ __device__ __forceinline__ void add_values(float (&O)[4], u32 a, u32 b, u32 c, u
 }
 
 template <int kDim, int kWarps, int kBuffers, int kBlocks>
-__global__ void __launch_bounds__(kWarps * 32, __CUDA_ARCH__ >= 1200 && kBlocks > 3 ? 3 : kBlocks) attn_decode_mma(
+__global__ void __launch_bounds__(kWarps * 32, __CUDA_ARCH__ >= 1000 && kBlocks > 3 ? 3 : kBlocks) attn_decode_mma(
     const float* qkv,                  // [H*D + Hkv*D + Hkv*D]
     const float* __restrict__ q_norm,  // [D] or null
     const float* __restrict__ k_norm,  // [D] or null
@@ -58,7 +58,10 @@ __global__ void __launch_bounds__(kWarps * 32, __CUDA_ARCH__ >= 1200 && kBlocks 
   const int num_kv_heads = gridDim.y, num_heads = num_kv_heads * group;
   const int head = kv_head * group + chunk * heads_a_block, heads = min(heads_a_block, group - chunk * heads_a_block);
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const int warp = __shfl_sync(kAllLanes, threadIdx.x / 32, 0);  // now the compiler knows that the warp agrees on it
+  int warp = threadIdx.x / 32;
+#if 1
+  warp = __shfl_sync(kAllLanes, warp, 0);  // now the compiler knows that the warp agrees on it; with it, sm_100 spills
+#endif
   let_next_begin();
 
 
@@ -150,7 +153,7 @@ __global__ void __launch_bounds__(kWarps * 32, __CUDA_ARCH__ >= 1200 && kBlocks 
     }
 #pragma unroll
     for (int k = 0; k < 2; k++) {
-      const uint4 x = *reinterpret_cast<const uint4*>(&query[g][piece * 64 + 32 * k + 8 * t]);
+      const uint4 x = load_shared(shared_address(&query[g][piece * 64 + 32 * k + 8 * t]));  // in its place: all at once would take all registers
       const uint4 low = r[2 * k], high = r[2 * k + 1];
       mma_f16(S[tile], low.x, high.x, low.y, high.y, x.x, x.y);
       mma_f16(S[tile], low.z, high.z, low.w, high.w, x.z, x.w);
@@ -258,7 +261,7 @@ __global__ void __launch_bounds__(kWarps * 32, __CUDA_ARCH__ >= 1200 && kBlocks 
       part_lse[part + h] = softmax_lse(most * scale, sum);
     }
   }
-  if constexpr (kWarps == 8) {
+  if constexpr (kBlocks == 1) {  // the form for few pages
     if (num_parts > 1 && num_parts <= kMergeSums && first_part + gridDim.z == num_parts) {
       merge_when_last<kThreads, kDim>(
           part_out, part_lse, arrivals + kv_head * gridDim.x + chunk, out, num_parts, gridDim.z, num_heads, head, heads);

@@ -16,6 +16,12 @@ __device__ __forceinline__ void mma_f16(float* c, u32 a0, u32 a1, u32 a2, u32 a3
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return u32(__cvta_generic_to_shared(p)); }
 
+__device__ __forceinline__ uint4 load_shared(u32 source) {
+  uint4 v;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(source) : "memory");
+  return v;
+}
+
 __device__ __forceinline__ void store_shared(u32 target, uint4 v) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(target), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }

@@ -16,7 +16,7 @@ _MAX_HEADS = 8  # query heads that one block holds sums for
 MERGED_WITHIN = 16  # parts up to which the attention kernels merge them themselves: kMergeSums of csrc/attn_merge.cuh
 # The tensor-core kernel by head size and parts: warps, buffers of 4 loads a lane, blocks that a multiprocessor must have room for. Few pages are bound by
 # latency and load as much of a page at once as registers hold; many are bound by memory, and smaller blocks even out what it does.
-_FEW_PAGES = {64: (8, 4, 2), 128: (8, 8, 1), 192: (8, 8, 1), 256: (8, 8, 1)}
+_FEW_PAGES = {64: (8, 4, 1), 128: (8, 8, 1), 192: (8, 8, 1), 256: (8, 8, 1)}
 _SOME_PAGES = dict.fromkeys(_FEW_PAGES, (8, 4, 2))
 _MANY_PAGES = dict.fromkeys(_FEW_PAGES, (4, 4, 4))
 _MANY = 41  # parts

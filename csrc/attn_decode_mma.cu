@@ -1,17 +1,18 @@
 // A decode step's attention on the tensor cores: half cells, one head size for keys and values, pages of 256 cells.
 //
 // Formula and operands as in attn_decode.cu; the query and the softmax weights are rounded to half.
-// Mapping   block (chunk, KV head, page) = one page of one KV head and up to 8 of its query heads, 8 warps, no staging of cells: 16-byte loads go
-//           straight into the fragments of mma m16n8k16. The order of k inside a product is free as long as both operands agree on it:
-//   S^T = K q^T   16 cells are the rows, 8 heads the columns; a lane's 16 bytes of its cell's row are the k pairs of two products. A warp has 32 cells.
+// Mapping   block (chunk, KV head, page) = one page of one KV head and up to 8 of its query heads, no staging of cells: 16-byte loads go straight into
+//           the fragments of mma m16n8k16. The order of k inside a product is free as long as both operands agree on it:
+//   S^T = K q^T   16 cells are the rows, 8 heads the columns; a lane's 16 bytes of its cell's row are the k pairs of two products.
 //   O^T = V^T P^T 16 columns d are the rows; a lane loads 16 bytes (8 d) of 4 neighbouring cells, one byte permute a word pairs the cells;
 //                 P^T is S^T transposed in registers. To that end row g of a tile is cell 4 (g / 2) + g % 2, row g + 8 the one 2 further.
 //                 A warp has 64 columns and a share of the cells, so its sums take 16 registers whatever the head size.
 //           The block's maximum is shared before the exponentials, so the sums of warps with the same columns simply add, in order.
 // Pipeline  kBuffers buffers of 4 loads a lane, in the order they are written here. The first are asked for at once, before the kernels before this one
 //           have ended and before it is known which cells are visible: those of earlier steps are in their pages, the new cell joins its fragments from
-//           shared memory, and what is not visible has no weight.
-// Bound     device memory.
+//           shared memory, and what else may lie in the page gets no weight.
+// Bound     latency up to some 32 pages, then device memory. Tried: copies into a ring in shared memory that runs ahead from page to page, 65 % slower at
+//           32,768 cells.
 #include "attn_merge.cuh"
 #include "head_rows.cuh"
 #include "kv_page.cuh"
@@ -40,11 +41,11 @@ __global__ void __launch_bounds__(kWarps * 32, __CUDA_ARCH__ >= 1000 && kBlocks 
     int num_slots, int first_slot, int first_page, int first_part, int num_parts, int pairs, int interleaved, int group,
     int heads_a_block, int sliding_window, float eps, float scale) {
   static_assert(kDim % 64 == 0 && kDim <= 256, "unsupported shape");
-  constexpr int kThreads = kWarps * 32, kKeyTiles = kTiles / kWarps;      // of a warp
-  constexpr int kPieces = kDim / 64;                                      // of a row of keys: 64 columns, 4 loads a lane with its neighbour 2 further
+  constexpr int kThreads = kWarps * 32, kKeyTiles = kTiles / kWarps;  // of a warp
+  constexpr int kPieces = kDim / 64;                                  // of a row: 64 columns
   constexpr int kColumns = kPieces == 3 ? 4 : kPieces, kShares = kWarps / kColumns;  // warps beside each other in values, 64 columns each; shares of the cells
-  constexpr int kValueTiles = kTiles / kShares;                           // of a share
-  constexpr int kKeyUnits = kPieces * kKeyTiles, kUnits = kKeyUnits + kValueTiles;  // of 4 loads a lane
+  constexpr int kValueTiles = kTiles / kShares;                                      // of a share
+  constexpr int kKeyUnits = kPieces * kKeyTiles, kUnits = kKeyUnits + kValueTiles;    // of 4 loads a lane
   constexpr int kSumFloats = kShares * kHeads * (kDim + 4), kRowFloats = (kHeads + 2) * kDim;
   __shared__ __align__(16) float shared[kSumFloats > kRowFloats ? kSumFloats : kRowFloats];  // rows of the product; at the end the shares' sums
   __shared__ __align__(16) Half query[kHeads][kDim + 32];  // padded: 8 lanes read 16 bytes each of two rows
@@ -58,12 +59,8 @@ __global__ void __launch_bounds__(kWarps * 32, __CUDA_ARCH__ >= 1000 && kBlocks 
   const int num_kv_heads = gridDim.y, num_heads = num_kv_heads * group;
   const int head = kv_head * group + chunk * heads_a_block, heads = min(heads_a_block, group - chunk * heads_a_block);
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  int warp = threadIdx.x / 32;
-#if 1
-  warp = __shfl_sync(kAllLanes, warp, 0);  // now the compiler knows that the warp agrees on it; with it, sm_100 spills
-#endif
+  const int warp = __shfl_sync(kAllLanes, threadIdx.x / 32, 0);  // now the compiler knows that the warp agrees on it
   let_next_begin();
-
 
   const KvPages<Half, Half, kDim, kDim> pages{pool, num_slots, first_slot, num_kv_heads, kPageCells};
   const int column = warp % kColumns, share = warp / kColumns;

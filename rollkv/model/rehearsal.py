@@ -1,8 +1,8 @@
 """Every kind of step that a run can take, gone through on a backend that issues nothing, so that it learns what to load for them.
 
 Layers that are alike are gone through once. Steps take each power of two up to the ubatch, and the ubatch: kernels and products are chosen
-by ranges of rows, and a prompt's last ubatch has any number of them. A single token is taken at both ends of the context: its kernels are chosen
-by few and many pages.
+by ranges of rows, and a prompt's last ubatch has any number of them. A single token is taken behind each power of two of cells, and behind all:
+its kernels are chosen by ranges of pages.
 """
 
 from collections.abc import Mapping
@@ -34,7 +34,8 @@ def rehearse(backend: Backend, config: ModelConfig, cache: CacheConfig, tensors:
     weights = replace(weights, layers=tuple(weights.layers[index] for index in kept))
     model = Model(backend, few, weights, pages, take_workspace(backend, few, cache), ropes_of(few))
     steps = [(tokens, 0) for tokens in sorted({rows, *(1 << n for n in range(rows.bit_length()))})]
-    for tokens, position in (*steps, (1, cache.ctx_size - 1)):
+    steps += [(1, cells - 1) for cells in sorted({cache.ctx_size, *(1 << n for n in range(cache.ctx_size.bit_length()))})]
+    for tokens, position in steps:
         hidden = forward(model, enter(model, np.zeros(tokens, np.int32), position))
         logits(model, hidden.rows(min(tokens, MAX_FEW_ROWS)))
 

@@ -4,8 +4,8 @@
 // Formula   The new cell's key and value go into its page (head_rows.cuh), rounded to the cache's types; then
 //           part_out[page][h] = softmax(scale q[h] . K[cells of the page]) V, part_lse = logarithm of the sum of exponentials, over the
 //           cells visible from position[0]; KV head h / G. A page without a visible cell gives (0, -inf). attn_merge.cuh makes `out` of them.
-// Operands  qkv f32 [H*Dk + Hkv*Dk + Hkv*Dv]; table f32 [pairs][2]; pool bytes [slot][K then V][Hkv][P][D]; part_out f32 [num_parts + sets][H][Dv],
-//           part_lse f32 [num_parts + sets][H]; out f32 [H*Dv]; page i of the run is part first_part + i.
+// Operands  qkv f32 [H*Dk + Hkv*Dk + Hkv*Dv]; table f32 [pairs][2]; pool bytes [slot][K then V][Hkv][P][D]; part_out f32 [num_parts][H][Dv],
+//           part_lse f32 [num_parts][H]; out f32 [H*Dv]; page i of the run is part first_part + i.
 //           Cells that are not visible may hold NaN: they are never loaded.
 // Mapping   block = (page, KV head, up to 8 of its G heads), 4 warps; each page is reduced by itself in a fixed order, so it does not
 //           matter how pages are divided into launches. A block finishes the queries of its heads itself, a warp a head; those of the newest page
@@ -33,11 +33,11 @@ __global__ void __launch_bounds__(kThreads, kHeads <= 4 && sizeof(KeyType) + siz
     const float* table,                // [pairs][2]
     const int* position,               // [1]
     u8* pool,                          // [num_slots][page_bytes]
-    float* part_out,                   // [num_parts + sets][H][Dv]
-    float* part_lse,                   // [num_parts + sets][H]
-    u32* arrivals,                     // [Hkv*chunks][sets + 1]
+    float* part_out,                   // [num_parts][H][Dv]
+    float* part_lse,                   // [num_parts][H]
+    u32* arrivals,                     // [Hkv*chunks]
     float* out,                        // [H*Dv]
-    int num_slots, int first_slot, int first_page, int first_part, int num_parts, int set_parts, int pairs, int interleaved, int group,
+    int num_slots, int first_slot, int first_page, int first_part, int num_parts, int pairs, int interleaved, int group,
     int heads_a_block, int sliding_window, float eps, float scale, int page_cells, int chunks) {
   static_assert(kKeyDim % 16 == 0 && kValueDim % 16 == 0 && kKeyDim <= 256 && kValueDim <= 256 && kHeads <= 8, "unsupported shape");
   constexpr int kRowThreads = kValueDim / 8, kRows = kThreads / kRowThreads;
@@ -48,6 +48,7 @@ __global__ void __launch_bounds__(kThreads, kHeads <= 4 && sizeof(KeyType) + siz
   __shared__ __align__(16) float shared[kFloats];  // queries and scores; at the end the row groups' sums
   __shared__ __align__(16) KeyType new_key[kKeyDim];
   __shared__ __align__(16) ValueType new_value[kValueDim];
+  __shared__ float2 angles[kKeyDim / 2];
   __shared__ float row_m[kHeads], row_l[kHeads];
   float* const queries = shared;               // [heads][Dk]
   float* const scores = shared + kQueryFloats;  // [heads][256]
@@ -66,10 +67,15 @@ __global__ void __launch_bounds__(kThreads, kHeads <= 4 && sizeof(KeyType) + siz
   const KvPages<KeyType, ValueType, kKeyDim, kValueDim> pages{pool, num_slots, first_slot, num_kv_heads, page_cells};
   const KeyType* const keys = pages.keys(index, kv_head);
   const ValueType* const values = pages.values(index, kv_head);
+  const int num_old = end - begin - (new_row >= 0);  // cells of earlier steps, which need not wait for the kernels before
+  prefetch<kThreads>(keys + i64(begin) * kKeyDim, num_old * kKeyDim * int(sizeof(KeyType)));
+  prefetch<kThreads>(values + i64(begin) * kValueDim, num_old * kValueDim * int(sizeof(ValueType)));
   wait_for_previous();
 
   {
-    const Rotation<kKeyDim> rotation(table, pairs, interleaved);
+    load_angles<kThreads>(angles, table, pairs);
+    __syncthreads();
+    const Rotation rotation{angles, pairs, interleaved != 0};
 #pragma unroll 1
     for (int row = warp; row < heads + (new_row >= 0); row += kThreads / 32) {  // the last: the new key
       HeadRow<kKeyDim> x;
@@ -201,9 +207,8 @@ __global__ void __launch_bounds__(kThreads, kHeads <= 4 && sizeof(KeyType) + siz
     }
   }
   __syncthreads();
-  const PartStates states{part_out, part_lse, num_parts, set_parts, num_heads};
-  const i64 state = states.row(first_part + index, head);
-  float* const target = num_parts == 1 ? out + i64(head) * kValueDim : part_out + state * kValueDim;
+  const i64 part = i64(first_part + index) * num_heads + head;
+  float* const target = num_parts == 1 ? out + i64(head) * kValueDim : part_out + part * kValueDim;
   for (int e = threadIdx.x; e < heads * kValueDim; e += kThreads) {
     float total = 0.0f;
 #pragma unroll
@@ -211,7 +216,10 @@ __global__ void __launch_bounds__(kThreads, kHeads <= 4 && sizeof(KeyType) + siz
     target[e] = total * softmax_norm(row_l[e / kValueDim]);
   }
   if (num_parts == 1) return;
-  if (threadIdx.x < heads) part_lse[state + threadIdx.x] = softmax_lse(row_m[threadIdx.x], row_l[threadIdx.x]);
-  u32* const counters = arrivals + i64(kv_head * chunks + chunk) * (states.sets() + 1);
-  merge_when_last<kThreads, kValueDim>(states, counters, first_part + index, first_part, gridDim.x / chunks, head, heads, out);
+  if (threadIdx.x < heads) part_lse[part + threadIdx.x] = softmax_lse(row_m[threadIdx.x], row_l[threadIdx.x]);
+  const int launch_parts = gridDim.x / chunks;
+  if (num_parts <= kMergeSums && first_part + launch_parts == num_parts) {
+    merge_when_last<kThreads, kValueDim>(
+        part_out, part_lse, arrivals + kv_head * chunks + chunk, out, num_parts, launch_parts, num_heads, head, heads);
+  }
 }

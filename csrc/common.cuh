@@ -127,6 +127,14 @@ __device__ __forceinline__ uint4 fresh16(const void* address) {
   return v;
 }
 
+// Asks L2 for num_bytes from `address` on.
+template <int kThreads>
+__device__ __forceinline__ void prefetch(const void* address, int num_bytes) {
+  for (int line = threadIdx.x * 128; line < num_bytes; line += kThreads * 128) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const u8*>(address) + line));
+  }
+}
+
 // ---- reductions in a fixed order: the result depends on the values and the block size alone, and every thread receives it ---------
 
 // Butterfly: at each step both partners add the same two numbers, so all lanes end with equal bits.

@@ -18,31 +18,34 @@ struct HeadRow {
 #pragma unroll
     for (int i = 0; i < kCount; i++) x[i] = element(i) < kDim ? fresh(source + element(i)) : 0.0f;
   }
+  __device__ __forceinline__ void take(const float* row) {  // [kDim], in shared memory
+#pragma unroll
+    for (int i = 0; i < kCount; i++) x[i] = element(i) < kDim ? row[element(i)] : 0.0f;
+  }
   static __device__ __forceinline__ int element(int i) { return threadIdx.x % 32 + 32 * i; }
 };
 
-// How far one lane's elements turn: the same for every head.
-template <int kDim>
+// How far heads turn: all of a token's alike.
 struct Rotation {
-  float2 angle[HeadRow<kDim>::kCount];  // cos, sin
+  const float2* angles;  // [pairs] (cos, sin), in shared memory
   int pairs;
   bool interleaved;
 
-  __device__ __forceinline__ Rotation(const float* table, int pairs, bool interleaved) : pairs(pairs), interleaved(interleaved) {  // [pairs][2]
-#pragma unroll
-    for (int i = 0; i < HeadRow<kDim>::kCount; i++) {
-      const int d = HeadRow<kDim>::element(i);
-      if (turns(d)) angle[i] = fresh(reinterpret_cast<const float2*>(table) + (interleaved ? d / 2 : second(d) ? d - pairs : d));
-    }
-  }
   __device__ __forceinline__ bool turns(int d) const { return d < 2 * pairs; }
   __device__ __forceinline__ bool second(int d) const { return interleaved ? d & 1 : d >= pairs; }  // of its pair
   __device__ __forceinline__ int partner(int d) const { return interleaved ? d ^ 1 : second(d) ? d - pairs : d + pairs; }
+  __device__ __forceinline__ float2 angle(int d) const { return angles[interleaved ? d / 2 : second(d) ? d - pairs : d]; }
 };
+
+// A block's copy of a token's angles, table [pairs][2]; in use behind a barrier.
+template <int kThreads>
+__device__ __forceinline__ void load_angles(float2* angles, const float* table, int pairs) {
+  for (int i = threadIdx.x; i < pairs; i += kThreads) angles[i] = fresh(reinterpret_cast<const float2*>(table) + i);
+}
 
 // Norms (norm: [kDim] or null) and turns a row. `scratch`: kDim floats of shared memory that belong to the warp.
 template <int kDim>
-__device__ __forceinline__ void norm_and_turn(HeadRow<kDim>& row, const float* norm, float eps, const Rotation<kDim>& rotation, float* scratch) {
+__device__ __forceinline__ void norm_and_turn(HeadRow<kDim>& row, const float* norm, float eps, const Rotation& rotation, float* scratch) {
   constexpr int kCount = HeadRow<kDim>::kCount;
   if (norm != nullptr) {
     float squares = 0.0f;
@@ -66,7 +69,8 @@ __device__ __forceinline__ void norm_and_turn(HeadRow<kDim>& row, const float* n
   for (int i = 0; i < kCount; i++) {
     const int d = HeadRow<kDim>::element(i);
     if (!rotation.turns(d)) continue;
-    const float across = __fmul_rn(scratch[rotation.partner(d)], rotation.angle[i].y);
-    row.x[i] = __fmaf_rn(row.x[i], rotation.angle[i].x, rotation.second(d) ? across : -across);
+    const float2 angle = rotation.angle(d);
+    const float across = __fmul_rn(scratch[rotation.partner(d)], angle.y);
+    row.x[i] = __fmaf_rn(row.x[i], angle.x, rotation.second(d) ? across : -across);
   }
 }

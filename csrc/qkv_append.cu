@@ -24,13 +24,17 @@ __global__ void __launch_bounds__(kWarps * 32) qkv_append(
     float* q,                          // [T][H*Dk]
     int num_slots, int first_slot, int first_page, int num_pages, int num_heads, int num_kv_heads, int page_cells, int pairs, int interleaved, float eps) {
   __shared__ float scratch[kWarps][kKeyDim];
+  __shared__ float2 angles[kKeyDim / 2];
   const int t = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32, head = blockIdx.y * kWarps + warp;
   let_next_begin();
   wait_for_previous();
 
   const int cell = fresh(position) + t;
   const int page = cell / page_cells - first_page;
-  if (cell < 0 || page < 0 || page >= num_pages || head >= num_heads + 2 * num_kv_heads) return;
+  if (cell < 0 || page < 0 || page >= num_pages) return;
+  load_angles<kWarps * 32>(angles, table + i64(t) * pairs * 2, pairs);
+  __syncthreads();
+  if (head >= num_heads + 2 * num_kv_heads) return;
   const KvPages<KeyType, ValueType, kKeyDim, kValueDim> pages{pool, num_slots, first_slot, num_kv_heads, page_cells};
   const i64 row = cell % page_cells;
   const float* source = qkv + i64(t) * ((num_heads + num_kv_heads) * kKeyDim + num_kv_heads * kValueDim);
@@ -47,8 +51,7 @@ __global__ void __launch_bounds__(kWarps * 32) qkv_append(
   const float* norm = is_query ? q_norm : k_norm;
   HeadRow<kKeyDim> x;
   x.load(source + head * kKeyDim);
-  const Rotation<kKeyDim> rotation(table + i64(t) * pairs * 2, pairs, interleaved);
-  norm_and_turn(x, norm, eps, rotation, scratch[warp]);
+  norm_and_turn(x, norm, eps, Rotation{angles, pairs, interleaved != 0}, scratch[warp]);
 #pragma unroll
   for (int i = 0; i < x.kCount; i++) {
     const int d = x.element(i);

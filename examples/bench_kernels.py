@@ -14,15 +14,13 @@ from typing import Any
 import numpy as np
 from tabulate import tabulate
 
-from rollkv.backend import Loadable, PageRun, Projected, RmsNorm, Stream
+from rollkv.backend import Loadable, PageRun, PartStates, Projected, RmsNorm, Stream
 from rollkv.config import CacheConfig, ModelConfig, SamplingParams
 from rollkv.cuda.backend import CudaBackend
 from rollkv.cuda.kernels.add import add_bytes
-from rollkv.cuda.kernels.attn_decode import attend_rows_bytes
-from rollkv.cuda.kernels.attn_merge import merge_rows_bytes
+from rollkv.cuda.kernels.attn_decode import attend_step_bytes
 from rollkv.cuda.kernels.choose import choose_bytes
 from rollkv.cuda.kernels.linear_rows import linear_rows_bytes
-from rollkv.cuda.kernels.qkv_append import qkv_append_bytes
 from rollkv.gguf_file import GgufFile
 from rollkv.model_config import model_config
 from rollkv.synth import open_model
@@ -101,20 +99,17 @@ class Bench:
         for pool in pools:
             backend.write(pool, np.random.default_rng(0).standard_normal(pool.nbytes // 2).astype(np.float16).view(np.uint8))
         runs = [PageRun(pool, pages, 0, 0, pages) for pool in pools]
-        q, out = self.random(1, layer.num_heads * layer.key_dim), self.random(1, layer.num_heads * layer.value_dim)
+        out = self.random(1, layer.num_heads * layer.value_dim)
         position = backend.upload("position", np.array([self.cells - 1], np.int32))
-        parts, lse = self.random(pages, layer.num_heads, layer.value_dim), self.random(pages, layer.num_heads)
-        scale, layers = self.config.attention_scale, self.config.num_layers
-        attend = [partial(backend.attend_rows, q, position, run, 0, layer, page, scale, parts, lse) for run in runs]
-        self.add("attend_rows", layers, attend_rows_bytes(self.cells, pages, layer, page), attend)
-        self.add("merge_rows", layers, merge_rows_bytes(pages, layer), [partial(backend.merge_rows, parts, lse, pages, layer, out)])
-        last = (PageRun(pools[0], pages, pages - 1, pages - 1, 1),)
+        states = self.random(pages, layer.num_heads, layer.value_dim), self.random(pages, layer.num_heads)
+        parts = PartStates(0, pages, *states, backend.upload("arrivals", np.zeros(layer.num_heads, np.int32)))
         table = backend.empty("table", (1, layer.rope.dim // 2, 2), "f32")
         backend.rope_table(layer.rope, position, table)
         norm = RmsNorm(self.random(layer.key_dim), 1e-6) if self.config.qk_norm else None
-        projected = Projected(self.random(1, qkv_columns(layer)), q, layer, norm, norm, table)
-        append = partial(backend.append, projected, position, last, page, self.cells - 1)
-        self.add("append", layers, qkv_append_bytes(1, layer, page), [append])
+        projected = Projected(self.random(1, qkv_columns(layer)), layer, norm, norm, table)
+        scale = self.config.attention_scale
+        calls = [partial(backend.attend_step, projected, position, run, page, scale, parts, out) for run in runs]
+        self.add("attend_step", self.config.num_layers, attend_step_bytes(self.cells, pages, layer, page), calls)
 
     def choice(self) -> None:
         backend, vocab = self.backend, self.config.vocab_size

@@ -119,14 +119,13 @@ class PageRun:
 
 @dataclass(frozen=True)
 class PartStates:
-    """Partial attention states of the pages that a decode step walks in one layer, page first_page + i as part i, and of the sets that parts are
-    merged in (workspace.merge_sets)."""
+    """Partial attention states of the pages that a decode step walks in one layer: page first_page + i is part i."""
 
     first_page: int
     num_parts: int
-    out: Operand  # f32 [num_parts + sets, H, Dv], normalised
-    lse: Operand  # f32 [num_parts + sets, H], natural logarithm
-    arrivals: Operand  # i32 [H * (sets + 1)] at least: zeros before and after every operation
+    out: Operand  # f32 [num_parts, H, Dv], normalised
+    lse: Operand  # f32 [num_parts, H], natural logarithm
+    arrivals: Operand  # i32 [H]: zeros before and after every operation
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ GEMM_WORKSPACE_BYTES = 32 << 20  # what cuBLAS asks for on Hopper; less would ru
 STATE_EXTRA = 8  # floats of running attention state a head beside its outputs
 CHOICE_BLOCK = 1024  # tokens that a block of the choice looks at
 CHOICE_SEARCH_BYTES = 123_024  # five histograms of 2048 bins of a sum and a count, and what is known before each and in the end
-SET_PARTS = 16  # partial states of decode attention that are merged together, before the sets' states are
 
 
 @dataclass(frozen=True)
@@ -63,23 +62,17 @@ def workspace_arrays(config: ModelConfig, cache: CacheConfig) -> dict[str, Array
     if rows > 1:
         state = max(layer.num_heads * (layer.value_dim + STATE_EXTRA) for layer in layers)
         arrays["attention.state"] = ArraySpec((rows, state), "f32")
-    pages = [_visible_pages(layer.sliding_window, cache) for layer in layers]
-    states = [(parts + merge_sets(parts)) * layer.num_heads for parts, layer in zip(pages, layers, strict=True)]
-    counters = [(merge_sets(parts) + 1) * layer.num_heads for parts, layer in zip(pages, layers, strict=True)]
-    arrays["attention.part_out"] = ArraySpec((max(n * layer.value_dim for n, layer in zip(states, layers, strict=True)),), "f32")
-    arrays["attention.part_lse"] = ArraySpec((max(states),), "f32")
-    arrays["attention.arrivals"] = ArraySpec((max(counters),), "i32", zeroed=True)
+    parts = max(_visible_pages(layer.sliding_window, cache) * layer.num_heads for layer in layers)
+    parts_v = max(_visible_pages(layer.sliding_window, cache) * layer.num_heads * layer.value_dim for layer in layers)
+    arrays["attention.part_out"] = ArraySpec((parts_v,), "f32")
+    arrays["attention.part_lse"] = ArraySpec((parts,), "f32")
+    arrays["attention.arrivals"] = ArraySpec((max(layer.num_heads for layer in layers),), "i32", zeroed=True)
     return arrays
 
 
 def choice_bytes(vocab_size: int) -> int:
     """Scratch of the choice of a token: 4 bytes a token, and by block its best token and its sum (8 each), its unsound logits and ties (4 each)."""
     return -(-vocab_size // CHOICE_BLOCK) * (CHOICE_BLOCK * 4 + 24) + CHOICE_SEARCH_BYTES
-
-
-def merge_sets(num_parts: int) -> int:
-    """Sets of neighbours that the partial states of num_parts pages are merged in."""
-    return pages_for(num_parts, SET_PARTS)
 
 
 def widest_input(config: ModelConfig) -> int:

@@ -196,6 +196,16 @@ def test_a_new_plan_meets_the_caps_that_a_fresh_load_meets(machine: Machine, bef
                 assert run.budget.device == outcome
 
 
+def test_decoding_loads_nothing_at_any_depth(machine: Machine) -> None:
+    """Some kernels serve few pages, others many."""
+    with engine(machine, "synth:tiny", ctx_size=20000, ubatch=1024, page_cells=256, kv="f16") as run:
+        modules = machine.modules
+        for cells in (1, 300, 5000, 9000, 19990):
+            run.fill_random(cells - run.position, 0)
+            run.decode(1)
+            assert machine.modules == modules
+
+
 def test_what_is_warm_is_not_warmed_up_again(machine: Machine) -> None:
     with engine(machine, MODELS[0], ctx_size=500, ubatch=64) as run:
         modules, products = machine.modules, list(Library.products)

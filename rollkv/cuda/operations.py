@@ -10,7 +10,7 @@ from rollkv.backend import PageRun, PartStates, Projected, RmsNorm
 from rollkv.config import Dtype, LayerConfig, PageFormat, RopeConfig, SamplingParams
 from rollkv.cuda import gemm
 from rollkv.cuda.device import DeviceArray, Launcher
-from rollkv.cuda.kernels import add, attn_decode, attn_prefill, choose, embed, linear_rows, qkv_append, rope_table
+from rollkv.cuda.kernels import add, attn_decode, attn_merge, attn_prefill, choose, embed, linear_rows, qkv_append, rope_table
 from rollkv.cuda.weights_gpu import CudaWeight
 from rollkv.workspace import GEMM_WORKSPACE_BYTES, MAX_FEW_ROWS
 
@@ -130,6 +130,9 @@ class Operations(ABC):
         out: DeviceArray,
     ) -> None:
         attn_decode.attend_step(self.launcher, projected, position, run, page, scale, parts, out)
+        ended = run.first_page + run.num_pages == parts.first_page + parts.num_parts
+        if ended and parts.num_parts > attn_decode.MERGED_WITHIN:
+            attn_merge.merge_parts(self.launcher, parts.out, parts.lse, parts.num_parts, projected.layer, out)
 
     def attend_tile(
         self,

@@ -2,7 +2,7 @@
 
 from rollkv.backend import Array, PartStates, Projected
 from rollkv.model.step import Model, Step
-from rollkv.workspace import STATE_EXTRA, merge_sets, qkv_columns
+from rollkv.workspace import STATE_EXTRA, qkv_columns
 
 
 def attention(model: Model, step: Step, index: int, x: Array, out: Array, *, add: bool) -> None:
@@ -21,10 +21,9 @@ def _attend_one(model: Model, step: Step, index: int, projected: Projected) -> A
     layer, page, workspace = model.config.layers[index], model.cache.formats[index], model.workspace
     visible = model.cache.step_pages(index).visible
     first, num_parts = visible[0].first_page, visible[-1].end_page - visible[0].first_page
-    states, arrivals = num_parts + merge_sets(num_parts), workspace["attention.arrivals"]
-    part_out = workspace["attention.part_out"].view((states, layer.num_heads, layer.value_dim))
-    part_lse = workspace["attention.part_lse"].view((states, layer.num_heads))
-    parts = PartStates(first, num_parts, part_out, part_lse, arrivals)
+    part_out = workspace["attention.part_out"].view((num_parts, layer.num_heads, layer.value_dim))
+    part_lse = workspace["attention.part_lse"].view((num_parts, layer.num_heads))
+    parts = PartStates(first, num_parts, part_out, part_lse, workspace["attention.arrivals"].view((layer.num_heads,)))
     out = workspace["q"].view((1, layer.num_heads * layer.value_dim))
     for run in model.cache.append_and_walk(index):
         model.backend.attend_step(projected, step.position_array, run, page, model.config.attention_scale, parts, out)

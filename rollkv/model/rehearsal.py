@@ -1,7 +1,8 @@
 """Every kind of step that a run can take, gone through on a backend that issues nothing, so that it learns what to load for them.
 
 Layers that are alike are gone through once. Steps take each power of two up to the ubatch, and the ubatch: kernels and products are chosen
-by ranges of rows, and a prompt's last ubatch has any number of them.
+by ranges of rows, and a prompt's last ubatch has any number of them. A single token is taken behind each power of two of cells, and behind all:
+its kernels are chosen by ranges of pages.
 """
 
 from collections.abc import Mapping
@@ -32,8 +33,10 @@ def rehearse(backend: Backend, config: ModelConfig, cache: CacheConfig, tensors:
     pages = KVCache(backend, few, resident, plan_budget(few, resident, {}, {}))
     weights = replace(weights, layers=tuple(weights.layers[index] for index in kept))
     model = Model(backend, few, weights, pages, take_workspace(backend, few, cache), ropes_of(few))
-    for tokens in sorted({rows, *(1 << n for n in range(rows.bit_length()))}):
-        hidden = forward(model, enter(model, np.zeros(tokens, np.int32), 0))
+    steps = [(tokens, 0) for tokens in sorted({rows, *(1 << n for n in range(rows.bit_length()))})]
+    steps += [(1, cells - 1) for cells in sorted({cache.ctx_size, *(1 << n for n in range(cache.ctx_size.bit_length()))})]
+    for tokens, position in steps:
+        hidden = forward(model, enter(model, np.zeros(tokens, np.int32), position))
         rows_out = logits(model, hidden.rows(min(tokens, MAX_FEW_ROWS)))
     for sampling in (SamplingParams(), SamplingParams(temperature=1.0, top_p=0.5)):  # greedy, and all that any other takes
         choose(model, rows_out.rows(1), sampling)

@@ -15,9 +15,8 @@ from rollkv import reference
 from rollkv.backend import PageFormat, PageRun, PartStates, Projected, RmsNorm, Stream
 from rollkv.config import LayerConfig, RopeConfig
 from rollkv.cuda.device import DeviceArray
-from rollkv.cuda.kernels import attn_decode, attn_prefill
+from rollkv.cuda.kernels import attn_decode, attn_merge, attn_prefill
 from rollkv.cuda.nvrtc import ARCHS, KernelError, arch_name
-from rollkv.workspace import SET_PARTS, merge_sets
 
 gpu = pytest.mark.gpu
 SCORE_ERROR = 3e-5  # where scores reach some hundred: float32 holds them to 3e-5, and a weight is the exponential of one
@@ -47,10 +46,14 @@ DECODE = [
     (13, 1, 128, 128, "f16", "f16", 256, 600, None, "two"),
     (7, 1, 192, 192, "f16", "f16", 256, 300, 90, "shuffled"),
     (3, 1, 192, 192, "bf16", "bf16", 256, 300, None, "ring"),
-    (4, 2, 64, 64, "f16", "f16", 256, 16 * 256, None, "two"),  # from here on as many parts as one set holds, and more
+    (4, 2, 64, 64, "f16", "f16", 256, 16 * 256, None, "two"),  # from here on as many parts as a block merges, and more
     (5, 2, 128, 128, "f16", "f16", 256, 16 * 256 + 1, None, "shuffled"),
     (8, 1, 256, 256, "f16", "f16", 256, 9000, None, "two"),
     (9, 1, 192, 192, "f16", "f16", 256, 9000, 5000, "ring"),
+    (5, 1, 64, 64, "f16", "f16", 256, 12000, None, "two"),
+    (8, 1, 128, 128, "f16", "f16", 256, 11000, None, "shuffled"),
+    (4, 1, 192, 192, "f16", "f16", 256, 10500, None, "two"),
+    (12, 1, 256, 256, "f16", "f16", 256, 11009, 10800, "ring"),
     (3, 2, 64, 64, "f16", "f16", 16, 16 * 47, None, "two"),
     (12, 1, 80, 96, "bf16", "f32", 16, 16 * 300 + 7, None, "shuffled"),
 ]
@@ -112,22 +115,24 @@ class StepMemory:
     num_parts: int
 
     def __post_init__(self) -> None:
-        layer, self.states = self.layer, self.num_parts + merge_sets(self.num_parts)
-        self.part_out = poisoned(self.cuda, "part_out", (self.states + 1, layer.num_heads, layer.value_dim))
-        self.part_lse = poisoned(self.cuda, "part_lse", (self.states + 1, layer.num_heads))
-        self.arrivals = self.cuda.upload("arrivals", np.zeros(layer.num_heads * (merge_sets(self.num_parts) + 1), np.int32))
+        layer = self.layer
+        self.part_out = poisoned(self.cuda, "part_out", (self.num_parts + 1, layer.num_heads, layer.value_dim))
+        self.part_lse = poisoned(self.cuda, "part_lse", (self.num_parts + 1, layer.num_heads))
+        self.arrivals = self.cuda.upload("arrivals", np.zeros(layer.num_heads, np.int32))
         self.out = poisoned(self.cuda, "out", (1, layer.num_heads * layer.value_dim))
 
     @property
     def parts(self) -> PartStates:
-        return PartStates(self.first_page, self.num_parts, self.part_out.rows(self.states), self.part_lse.rows(self.states), self.arrivals)
+        return PartStates(
+            self.first_page, self.num_parts, self.part_out.rows(self.num_parts), self.part_lse.rows(self.num_parts), self.arrivals
+        )
 
     def read(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(out [H, Dv], part_out, part_lse), behind a look at what must be as it was."""
         part_out, part_lse = self.cuda.read(self.part_out), self.cuda.read(self.part_lse)
-        assert np.isnan(part_out[self.states]).all() and np.isnan(part_lse[self.states]).all()
+        assert np.isnan(part_out[self.num_parts]).all() and np.isnan(part_lse[self.num_parts]).all()
         assert (self.cuda.read(self.arrivals) == 0).all()
-        return self.cuda.read(self.out).reshape(self.layer.num_heads, -1), part_out[: self.states], part_lse[: self.states]
+        return self.cuda.read(self.out).reshape(self.layer.num_heads, -1), part_out[: self.num_parts], part_lse[: self.num_parts]
 
 
 def run_step(
@@ -194,7 +199,7 @@ def test_a_step_equals_the_oracle_and_every_division_into_launches(cuda: Any, ca
             oracle = (exact_q, cache.keys[s], cache.values[s], cells - 1, scale, window, s.start)
             assert_close(part_out[number], kernel, *oracle, lse=part_lse[number])
 
-    divisions = {(), (cache.num_pages // 2,), (SET_PARTS,), tuple(range(1, cache.num_pages, 3)), (1, SET_PARTS - 1, SET_PARTS + 2)}
+    divisions = {(), (cache.num_pages // 2,), (1, 15, 18), tuple(range(1, cache.num_pages, 3))}
     if cache.num_pages < 100:
         divisions.add(tuple(range(1, cache.num_pages)))
     for cuts in divisions:
@@ -276,8 +281,50 @@ def test_a_step_finishes_its_rows_as_append_does(
 
 
 @gpu
+@pytest.mark.parametrize(("num_parts", "value_dim"), [(1, 64), (16, 80), (17, 256), (100, 128), (1025, 16)])
+def test_merge(cuda: Any, num_parts: int, value_dim: int) -> None:
+    """Against float64; empty parts are the identity whatever they hold; head 0 is empty everywhere; a NaN is not hidden."""
+    layer = make_layer(5, 5, 64, value_dim)
+    rng = np.random.default_rng([4, num_parts])
+    part_out = rng.standard_normal((num_parts, 5, value_dim)).astype(np.float32)
+    part_lse = (rng.standard_normal((num_parts, 5)) * 20 + 300).astype(np.float32)
+    part_lse[rng.random((num_parts, 5)) < 0.3] = -np.inf
+    part_lse[num_parts // 2] = 310
+    part_lse[:, 0] = -np.inf
+    part_out[np.isinf(part_lse)] = np.nan
+    part_lse[num_parts - 1, 4] = np.nan
+    out, parts = poisoned(cuda, "out", (1, 5 * value_dim)), (cuda.upload("part_out", part_out), cuda.upload("part_lse", part_lse))
+    attn_merge.merge_parts(cuda.launcher, *parts, num_parts, layer, out)
+    merged = cuda.read(out).reshape(5, value_dim)
+    weights = np.exp(part_lse[:, 1:4].astype(np.float64) - part_lse[:, 1:4].max(axis=0))
+    states = np.where(weights[..., None] > 0, part_out[:, 1:4], 0).astype(np.float64)
+    exact = (weights[..., None] * states).sum(axis=0) / weights.sum(axis=0)[:, None]
+    assert relative_error(merged[1:4], exact) < FLOAT_ERROR
+    assert (merged[0] == 0).all()
+    assert np.isnan(merged[4]).all()
+
+
+@gpu
+@pytest.mark.parametrize(
+    ("group", "dim", "page_cells", "cells"),
+    [(4, 64, 256, 3000), (5, 128, 256, 4096), (13, 256, 256, 300), (3, 64, 16, 250), (11, 96, 32, 512), (4, 192, 256, 2)],
+)
+def test_merging_in_a_kernel_of_its_own_gives_the_same_bits(cuda: Any, group: int, dim: int, page_cells: int, cells: int) -> None:
+    page, layer = PageFormat(2, dim, dim, "f16", "f16", page_cells), make_layer(2 * group, 2, dim, dim)  # type: ignore[arg-type]
+    cache = make_cache(np.random.default_rng(16), page, cells)
+    q = np.random.default_rng([17, dim]).standard_normal((1, 2 * group * dim)).astype(np.float32)
+    out, part_out, part_lse = run_step(cuda, cache, q, layer, 0.1)
+    if cache.num_pages == 1:  # the state is the result
+        part_out, part_lse = out[None], np.zeros((1, 2 * group), np.float32)
+    again = poisoned(cuda, "again", (1, 2 * group * dim))
+    parts = (cuda.upload("part_out", part_out), cuda.upload("part_lse", part_lse))
+    attn_merge.merge_parts(cuda.launcher, *parts, cache.num_pages, layer, again)
+    np.testing.assert_array_equal(cuda.read(again).reshape(out.shape), out)
+
+
+@gpu
 def test_what_is_not_a_number_is_not_hidden(cuda: Any) -> None:
-    """One NaN among the values of an old cell reaches its head's result through both levels of the merge, and no other head's."""
+    """One NaN among the values of an old cell reaches its head's result through the merge, and no other head's."""
     page, layer = PageFormat(2, 64, 64, "f16", "f16", 256), make_layer(8, 2, 64, 64)
     cache = make_cache(np.random.default_rng(12), page, 5000)
     pool, slot = cache.places[3]
@@ -421,7 +468,15 @@ def test_every_head_has_one_block_in_decode() -> None:
         shape = attn_decode.launch_shape(group, 3, 7)
         assert shape.heads <= 8 and shape.heads * (shape.chunks - 1) < group <= shape.heads * shape.chunks
         assert shape.grid == (7 * shape.chunks, 3, 1)
-        assert attn_decode.mma_launch_shape(group, 3, 7) == shape._replace(threads=256, grid=(shape.chunks, 3, 7))
+        for parts, threads in ((16, 256), (17, 256), (41, 128)):
+            ours = attn_decode.mma_launch_shape(128, group, 3, 7, parts)
+            assert ours == shape._replace(threads=threads, grid=(shape.chunks, 3, 7))
+
+
+def test_merge_covers_all_columns() -> None:
+    for value_dim in range(16, 257, 16):
+        grid = attn_merge.launch_shape(6, value_dim).grid
+        assert grid[0] == 6 and value_dim <= grid[1] * 32 < value_dim + 32
 
 
 def test_prefill_fits_the_shared_memory_of_every_card() -> None:
@@ -477,7 +532,7 @@ def test_wrong_shapes_are_refused() -> None:
     run = cache.runs(pools)[0]
     position, q = DeviceArray(4096, (1,), "i32"), DeviceArray(4096, (1, 384), "f32")
     projected = Projected(DeviceArray(4096, (1, 640), "f32"), layer, None, None, DeviceArray(4096, (1, 32, 2), "f32"))
-    outs, lses, arrivals = DeviceArray(4096, (5, 6, 64), "f32"), DeviceArray(4096, (5, 6), "f32"), DeviceArray(4096, (12,), "i32")
+    outs, lses, arrivals = DeviceArray(4096, (4, 6, 64), "f32"), DeviceArray(4096, (4, 6), "f32"), DeviceArray(4096, (6,), "i32")
     parts = PartStates(0, 4, outs, lses, arrivals)
     state = DeviceArray(4096, (1, 6 * 72), "f32")
     launcher: Any = NoLauncher()
@@ -485,7 +540,7 @@ def test_wrong_shapes_are_refused() -> None:
         ({"parts": replace(parts, first_page=1)}, "are not among 4 parts"),
         ({"parts": replace(parts, lse=outs)}, "parts.lse must be"),
         ({"parts": replace(parts, num_parts=5)}, "parts.out must be"),
-        ({"parts": replace(parts, arrivals=arrivals.rows(11))}, "2 for each of 6 heads"),
+        ({"parts": replace(parts, arrivals=arrivals.rows(5))}, "parts.arrivals must be"),
         ({"projected": replace(projected, qkv=q)}, "qkv must be"),
         ({"projected": replace(projected, table=DeviceArray(4096, (1, 33, 2), "f32"))}, "33 pairs do not fit"),
         ({"out": outs}, "out must be"),

@@ -1,11 +1,11 @@
-// A decode step's attention: one query row against the pages of one run, which may hold the step's own cell, not yet written; and the result, once all
-// pages have been attended.
+// A decode step's attention: one query row against the pages of one run, or of two that follow each other (the last pages staged from the tail, and the
+// window: a launch more costs 7 us a layer); they may hold the step's own cell, not yet written. And the result, once all pages have been attended.
 //
 // Formula   The new cell's key and value go into its page (head_rows.cuh), rounded to the cache's types; then
 //           part_out[page][h] = softmax(scale q[h] . K[cells of the page]) V, part_lse = logarithm of the sum of exponentials, over the
 //           cells visible from position[0]; KV head h / G. A page without a visible cell gives (0, -inf). attn_merge.cuh makes `out` of them.
 // Operands  qkv f32 [H*Dk + Hkv*Dk + Hkv*Dv]; table f32 [pairs][2]; pool bytes [slot][K then V][Hkv][P][D]; part_out f32 [num_parts][H][Dv],
-//           part_lse f32 [num_parts][H]; out f32 [H*Dv]; page i of the run is part first_part + i.
+//           part_lse f32 [num_parts][H]; out f32 [H*Dv]; page i of the runs is part first_part + i, of the second from run_pages on.
 //           Cells that are not visible may hold NaN: they are never loaded.
 // Mapping   block = (page, KV head, up to 8 of its G heads), 4 warps; each page is reduced by itself in a fixed order, so it does not
 //           matter how pages are divided into launches. A block finishes the queries of its heads itself, a warp a head; those of the newest page
@@ -33,11 +33,12 @@ __global__ void __launch_bounds__(kThreads, kHeads <= 4 && sizeof(KeyType) + siz
     const float* table,                // [pairs][2]
     const int* position,               // [1]
     u8* pool,                          // [num_slots][page_bytes]
+    u8* next_pool,                     // [next_slots][page_bytes]
     float* part_out,                   // [num_parts][H][Dv]
     float* part_lse,                   // [num_parts][H]
     u32* arrivals,                     // [Hkv*chunks]
     float* out,                        // [H*Dv]
-    int num_slots, int first_slot, int first_page, int first_part, int num_parts, int pairs, int interleaved, int group,
+    int num_slots, int first_slot, int run_pages, int next_slots, int next_first_slot, int first_page, int first_part, int num_parts, int pairs, int interleaved, int group,
     int heads_a_block, int sliding_window, float eps, float scale, int page_cells, int chunks) {
   static_assert(kKeyDim % 16 == 0 && kValueDim % 16 == 0 && kKeyDim <= 256 && kValueDim <= 256 && kHeads <= 8, "unsupported shape");
   constexpr int kRowThreads = kValueDim / 8, kRows = kThreads / kRowThreads;
@@ -64,9 +65,12 @@ __global__ void __launch_bounds__(kThreads, kHeads <= 4 && sizeof(KeyType) + siz
   const int begin = int(min(max(i64(first_cell(newest, sliding_window)) - page_cell, i64(0)), i64(page_cells)));
   const int end = int(max(min(i64(newest) + 1 - page_cell, i64(page_cells)), i64(begin)));
   const int new_row = newest >= page_cell && newest < page_cell + page_cells ? int(newest - page_cell) : -1;  // this step's cell, if it is of this page
-  const KvPages<KeyType, ValueType, kKeyDim, kValueDim> pages{pool, num_slots, first_slot, num_kv_heads, page_cells};
-  const KeyType* const keys = pages.keys(index, kv_head);
-  const ValueType* const values = pages.values(index, kv_head);
+  const bool next = index >= run_pages;
+  const int at = next ? index - run_pages : index;  // in its run
+  const KvPages<KeyType, ValueType, kKeyDim, kValueDim> pages{
+      next ? next_pool : pool, next ? next_slots : num_slots, next ? next_first_slot : first_slot, num_kv_heads, page_cells};
+  const KeyType* const keys = pages.keys(at, kv_head);
+  const ValueType* const values = pages.values(at, kv_head);
   const int num_old = end - begin - (new_row >= 0);  // cells of earlier steps, which need not wait for the kernels before
   prefetch<kThreads>(keys + i64(begin) * kKeyDim, num_old * kKeyDim * int(sizeof(KeyType)));
   prefetch<kThreads>(values + i64(begin) * kValueDim, num_old * kValueDim * int(sizeof(ValueType)));

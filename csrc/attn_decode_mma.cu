@@ -34,11 +34,12 @@ __global__ void __launch_bounds__(kWarps * 32, __CUDA_ARCH__ >= 1000 && kBlocks 
     const float* table,                // [pairs][2]
     const int* position,               // [1]
     u8* pool,                          // [num_slots][page_bytes]
+    u8* next_pool,                     // [next_slots][page_bytes]
     float* part_out,                   // [num_parts][H][D]
     float* part_lse,                   // [num_parts][H]
     u32* arrivals,                     // [Hkv*chunks]
     float* out,                        // [H*D]
-    int num_slots, int first_slot, int first_page, int first_part, int num_parts, int pairs, int interleaved, int group,
+    int num_slots, int first_slot, int run_pages, int next_slots, int next_first_slot, int first_page, int first_part, int num_parts, int pairs, int interleaved, int group,
     int heads_a_block, int sliding_window, float eps, float scale) {
   static_assert(kDim % 64 == 0 && kDim <= 256, "unsupported shape");
   constexpr int kThreads = kWarps * 32, kKeyTiles = kTiles / kWarps;  // of a warp
@@ -62,11 +63,14 @@ __global__ void __launch_bounds__(kWarps * 32, __CUDA_ARCH__ >= 1000 && kBlocks 
   const int warp = __shfl_sync(kAllLanes, threadIdx.x / 32, 0);  // now the compiler knows that the warp agrees on it
   let_next_begin();
 
-  const KvPages<Half, Half, kDim, kDim> pages{pool, num_slots, first_slot, num_kv_heads, kPageCells};
+  const bool next = index >= run_pages;
+  const int at = next ? index - run_pages : index;  // in its run
+  const KvPages<Half, Half, kDim, kDim> pages{
+      next ? next_pool : pool, next ? next_slots : num_slots, next ? next_first_slot : first_slot, num_kv_heads, kPageCells};
   const int column = warp % kColumns, share = warp / kColumns;
   const int key_row = warp * 16 * kKeyTiles + 4 * (g / 2) + g % 2, value_row = share * 16 * kValueTiles + 4 * t;  // this lane's, of tile 0
-  const Half* const keys = pages.keys(index, kv_head) + key_row * kDim + 8 * t;
-  const Half* const values = pages.values(index, kv_head) + value_row * kDim + column % kPieces * 64 + 8 * g;
+  const Half* const keys = pages.keys(at, kv_head) + key_row * kDim + 8 * t;
+  const Half* const values = pages.values(at, kv_head) + value_row * kDim + column % kPieces * 64 + 8 * g;
   auto load_unit = [&](uint4(&r)[4], int unit) {
     if (unit < kKeyUnits) {  // the tiles of a piece of columns one after the other
       const int tile = unit % kKeyTiles, piece = unit / kKeyTiles;
@@ -122,7 +126,7 @@ __global__ void __launch_bounds__(kWarps * 32, __CUDA_ARCH__ >= 1000 && kBlocks 
       if (row < kHeads) query[row][d] = rounded;  // those beyond the heads meet nobody's sums
       if (row >= heads && row < num_rows) {
         new_cell[row - heads][d] = rounded;
-        const Half* cells = row == heads ? pages.keys(index, kv_head) : pages.values(index, kv_head);
+        const Half* cells = row == heads ? pages.keys(at, kv_head) : pages.values(at, kv_head);
         if (chunk == 0) const_cast<Half*>(cells)[new_row * kDim + d] = rounded;
       }
     }

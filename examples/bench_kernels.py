@@ -108,7 +108,7 @@ class Bench:
         norm = RmsNorm(self.random(layer.key_dim), 1e-6) if self.config.qk_norm else None
         projected = Projected(self.random(1, qkv_columns(layer)), layer, norm, norm, table)
         scale = self.config.attention_scale
-        calls = [partial(backend.attend_step, projected, position, run, page, scale, parts, out) for run in runs]
+        calls = [partial(backend.attend_step, projected, position, (run,), page, scale, parts, out) for run in runs]
         self.add("attend_step", self.config.num_layers, attend_step_bytes(self.cells, pages, layer, page), calls)
 
     def choice(self) -> None:

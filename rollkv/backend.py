@@ -311,16 +311,16 @@ class Backend(Protocol):
         self,
         projected: Projected,
         position: Operand,
-        run: PageRun,
+        runs: tuple[PageRun, ...],
         page: PageFormat,
         scale: float,
         parts: PartStates,
         out: Operand,
     ) -> None:
-        """Decode, T = 1: does what `append` does, if the run holds the page of cell position[0], and attends to the pages of the run. A step calls
-        it for all of its pages, run by run from old to new; the call whose run holds the last part merges all of them into out, f32 [1, H*Dv].
-        Visible cells end at position[0] and, with layer.sliding_window = W, begin at position[0] - W + 1; a page without a visible cell gives
-        the state (0, -inf). Bits depend on the number of parts, not on how pages are divided into runs. A single part needs no state."""
+        """Decode, T = 1: does what `append` does, if the runs hold the page of cell position[0], and attends to the pages of the runs: one, or two that
+        follow each other. A step calls it for all of its pages from old to new; the call whose runs hold the last part merges all of them into out,
+        f32 [1, H*Dv]. Visible cells end at position[0] and, with layer.sliding_window = W, begin at position[0] - W + 1; a page without a visible cell
+        gives the state (0, -inf). Bits depend on the number of parts, not on how pages are divided into runs. A single part needs no state."""
         ...
 
     def attend_tile(

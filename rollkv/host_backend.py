@@ -259,7 +259,7 @@ class HostBackend:
         self,
         projected: Projected,
         position: HostArray,
-        run: PageRun,
+        runs: tuple[PageRun, ...],
         page: PageFormat,
         scale: float,
         parts: PartStates,
@@ -267,16 +267,17 @@ class HostBackend:
     ) -> None:
         layer, cell = projected.layer, int(position.values[0])
         q = self.empty("q", (1, layer.num_heads * layer.key_dim), "f32")
-        newest = cell // page.page_cells - run.first_page  # where the new cell's page stands in the run, if it does
-        held = newest in range(run.num_pages)
-        holder = PageRun(run.pool, run.num_slots, (run.first_slot + newest) % run.num_slots, run.first_page + newest, int(held))
-        self.append(projected, position, (holder,), page, cell, q)
-        for number, (values, total, maximum) in self._page_parts(q, position, run, layer, page, scale):
-            empty = total[0] == 0
-            with np.errstate(divide="ignore"):
-                parts.lse.values[number - parts.first_page] = np.where(empty, -np.inf, maximum[0] + np.log(total[0]))
-            parts.out.values[number - parts.first_page] = values[0] / np.where(empty, 1, total[0])[:, None]
-        if run.first_page + run.num_pages == parts.first_page + parts.num_parts:
+        for run in runs:
+            newest = cell // page.page_cells - run.first_page  # where the new cell's page stands in the run, if it does
+            held = newest in range(run.num_pages)
+            holder = PageRun(run.pool, run.num_slots, (run.first_slot + newest) % run.num_slots, run.first_page + newest, int(held))
+            self.append(projected, position, (holder,), page, cell, q)
+            for number, (values, total, maximum) in self._page_parts(q, position, run, layer, page, scale):
+                empty = total[0] == 0
+                with np.errstate(divide="ignore"):
+                    parts.lse.values[number - parts.first_page] = np.where(empty, -np.inf, maximum[0] + np.log(total[0]))
+                parts.out.values[number - parts.first_page] = values[0] / np.where(empty, 1, total[0])[:, None]
+        if runs[-1].first_page + runs[-1].num_pages == parts.first_page + parts.num_parts:
             out.values[...] = self._merged(parts.out.values[: parts.num_parts], parts.lse.values[: parts.num_parts]).reshape(1, -1)
 
     def _merged(self, part_out: np.ndarray, part_lse: np.ndarray) -> np.ndarray:

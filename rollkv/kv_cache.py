@@ -111,13 +111,17 @@ class KVCache:
         self._backend.append(projected, position, runs, self.formats[layer], first_position, q)
         self._write_through(layer, step)
 
-    def append_and_walk(self, layer: int) -> Iterator[PageRun]:
-        """Around a single token's attention, which appends it: the runs as `walk` gives them. The last one holds the page that takes the new cell,
-        for that page is the newest and a single cell never passes through fresh slots. Take all of them."""
+    def append_and_walk(self, layer: int) -> Iterator[tuple[PageRun, ...]]:
+        """Around a single token's attention, which appends it: the runs as `walk` gives them, but the last staged piece together with the window, which
+        one launch serves. The last run holds the page that takes the new cell, for that page is the newest and a single cell never passes through
+        fresh slots. Take all of them."""
         step = self._steps[layer]
         self._make_room(layer, step)
-        for run, _ in self.walk(layer):
-            yield run
+        window = self._run(layer, step.visible[-1])
+        for run, last in self._through_ring(layer):
+            yield (run, window) if last else (run,)
+        if len(step.visible) == 1:
+            yield (window,)
         self._write_through(layer, step)
 
     def walk(self, layer: int) -> Iterator[tuple[PageRun, bool]]:
@@ -125,16 +129,20 @@ class KVCache:
         A piece's slot is given back when the walk moves on: issue the attention over a run before asking for the next."""
         visible = self._steps[layer].visible
         for segment in visible:
-            if segment.place is not Place.TAIL:
+            if segment.place is Place.TAIL:
+                yield from ((run, False) for run, _ in self._through_ring(layer))
+            else:
                 yield self._run(layer, segment), segment is visible[-1]
-                continue
-            while self._walked and self._walked[0].layer == layer:
-                piece = self._walked.popleft()
-                self._await_piece(piece)
-                yield self._ring_run(piece), False
-                del self._staged[piece.slot]
-                self._slot_free[piece.slot] = self._backend.record(Stream.COMPUTE)
-                self._issue_copies()
+
+    def _through_ring(self, layer: int) -> Iterator[tuple[PageRun, bool]]:
+        """A layer's tail, staged piece by piece, each with whether it is the last."""
+        while self._walked and self._walked[0].layer == layer:
+            piece = self._walked.popleft()
+            self._await_piece(piece)
+            yield self._ring_run(piece), not (self._walked and self._walked[0].layer == layer)
+            del self._staged[piece.slot]
+            self._slot_free[piece.slot] = self._backend.record(Stream.COMPUTE)
+            self._issue_copies()
 
     def _make_room(self, layer: int, step: StepPages) -> None:
         """Orders COMPUTE behind what still reads the slots that the new cells go to."""

@@ -123,14 +123,14 @@ class Operations(ABC):
         self,
         projected: Projected,
         position: DeviceArray,
-        run: PageRun,
+        runs: tuple[PageRun, ...],
         page: PageFormat,
         scale: float,
         parts: PartStates,
         out: DeviceArray,
     ) -> None:
-        attn_decode.attend_step(self.launcher, projected, position, run, page, scale, parts, out)
-        ended = run.first_page + run.num_pages == parts.first_page + parts.num_parts
+        attn_decode.attend_step(self.launcher, projected, position, runs, page, scale, parts, out)
+        ended = runs[-1].first_page + runs[-1].num_pages == parts.first_page + parts.num_parts
         if ended and parts.num_parts > attn_decode.MERGED_WITHIN:
             attn_merge.merge_parts(self.launcher, parts.out, parts.lse, parts.num_parts, projected.layer, out)
 

@@ -25,8 +25,8 @@ def _attend_one(model: Model, step: Step, index: int, projected: Projected) -> A
     part_lse = workspace["attention.part_lse"].view((num_parts, layer.num_heads))
     parts = PartStates(first, num_parts, part_out, part_lse, workspace["attention.arrivals"].view((layer.num_heads,)))
     out = workspace["q"].view((1, layer.num_heads * layer.value_dim))
-    for run in model.cache.append_and_walk(index):
-        model.backend.attend_step(projected, step.position_array, run, page, model.config.attention_scale, parts, out)
+    for runs in model.cache.append_and_walk(index):
+        model.backend.attend_step(projected, step.position_array, runs, page, model.config.attention_scale, parts, out)
     return out
 
 

@@ -144,8 +144,10 @@ def run_step(
     cuts: tuple[int, ...] = (),
     first_page: int = 0,
     repeats: int = 1,
+    together: int = 1,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(out [H, Dv], part_out, part_lse) of a step that appends the cache's last cell. The pages must hold exactly the cache's cells then."""
+    """(out [H, Dv], part_out, part_lse) of a step that appends the cache's last cell; a launch takes so many runs together. The pages must hold exactly
+    the cache's cells then."""
     newest = cache.keys.shape[0] - 1
     pool, slot = cache.places[newest // cache.page.page_cells]
     before = [x.copy() for x in cache.pools]
@@ -156,8 +158,9 @@ def run_step(
     position = cuda.upload("position", np.array([newest], np.int32))
     projected = project(cuda, q, cache, layer)
     for _ in range(repeats):
-        for run in cache.runs(pools, cuts, first_page):
-            cuda.attend_step(projected, position, run, cache.page, scale, memory.parts, memory.out)
+        runs = cache.runs(pools, cuts, first_page)
+        for first in range(0, len(runs), together):
+            cuda.attend_step(projected, position, tuple(runs[first : first + together]), cache.page, scale, memory.parts, memory.out)
     for after, wanted in zip(pools, cache.pools, strict=True):
         np.testing.assert_array_equal(cuda.read(after), wanted)
     return memory.read()
@@ -203,7 +206,7 @@ def test_a_step_equals_the_oracle_and_every_division_into_launches(cuda: Any, ca
     if cache.num_pages < 100:
         divisions.add(tuple(range(1, cache.num_pages)))
     for cuts in divisions:
-        again = run_step(cuda, cache, q, layer, scale, cuts, repeats=2)
+        again = run_step(cuda, cache, q, layer, scale, cuts, repeats=2, together=1 + len(cuts) % 2)
         for x, y in zip((out, part_out, part_lse), again, strict=True):
             np.testing.assert_array_equal(x, y)
 
@@ -225,8 +228,15 @@ def test_where_pages_lie_changes_no_bit(cuda: Any, group: int, dim: int, cells: 
     page, layer = PageFormat(2, dim, dim, "f16", "f16", 256), make_layer(2 * group, 2, dim, dim)
     q = np.random.default_rng([9, dim]).standard_normal((1, 2 * group * dim)).astype(np.float32)
     first, *others = (
-        run_step(cuda, make_cache(np.random.default_rng(10), page, cells, places=places), q, layer, 0.1, cuts)
-        for places, cuts in (("ring", ()), ("two", ()), ("shuffled", ()), ("two", (3, 4, 30)))
+        run_step(cuda, make_cache(np.random.default_rng(10), page, cells, places=places), q, layer, 0.1, cuts, together=together)
+        for places, cuts, together in (
+            ("ring", (), 1),
+            ("two", (), 1),
+            ("shuffled", (), 1),
+            ("two", (3, 4, 30), 1),
+            ("two", (), 2),
+            ("shuffled", (), 2),
+        )
     )
     for other in others:
         for x, y in zip(first, other, strict=True):
@@ -267,7 +277,7 @@ def test_a_step_finishes_its_rows_as_append_does(
     run = cache.runs([appended])[0]
     cuda.append(projected, at, (run,), page, position, q)
     memory = StepMemory(cuda, layer, 0, run.num_pages)
-    cuda.attend_step(projected, at, replace(run, pool=stepped), page, 0.1, memory.parts, memory.out)
+    cuda.attend_step(projected, at, (replace(run, pool=stepped),), page, 0.1, memory.parts, memory.out)
     np.testing.assert_array_equal(cuda.read(stepped), cuda.read(appended))
 
     # Queries that `append` finished, and the key as it stored it, pass a step without norm and rotation as they are.
@@ -275,7 +285,7 @@ def test_a_step_finishes_its_rows_as_append_does(
     key = decode(page_views(cuda.read(appended)[slot], page)[0][:, cell], key_type).astype(np.float32).reshape(1, -1)
     finished = cuda.upload("qkv", np.concatenate([cuda.read(q), key, qkv[:, -kv_heads * value_dim :]], axis=1))
     plain = StepMemory(cuda, layer, 0, run.num_pages)
-    cuda.attend_step(Projected(finished, layer, None, None, NO_ROTATION), at, run, page, 0.1, plain.parts, plain.out)
+    cuda.attend_step(Projected(finished, layer, None, None, NO_ROTATION), at, (run,), page, 0.1, plain.parts, plain.out)
     for x, y in zip(memory.read(), plain.read(), strict=True):
         np.testing.assert_array_equal(x, y)
 
@@ -361,8 +371,8 @@ def test_pages_that_a_copy_brings_are_whole_when_a_launch_begins(cuda: Any, reco
             staged.append((run, cuda.record(Stream.COPY_IN)))
         for run, event in staged:
             cuda.wait(Stream.COMPUTE, event)
-            cuda.attend_step(projected, position, run, page, 0.1, memory.parts, memory.out)
-        cuda.attend_step(projected, position, PageRun(filled, 40, 39, 39, 1), page, 0.1, memory.parts, memory.out)
+            window = (PageRun(filled, 40, 39, 39, 1),) if run is staged[-1][0] else ()
+            cuda.attend_step(projected, position, (run, *window), page, 0.1, memory.parts, memory.out)
 
     step()
     graph = cuda.capture(step) if recorded else None
@@ -453,7 +463,7 @@ def test_decode_past_two_to_the_31_bytes(cuda: Any) -> None:
     q = rng.standard_normal((1, 1024)).astype(np.float32)
     memory = StepMemory(cuda, layer, 0, 3)
     position = cuda.upload("position", np.array([599], np.int32))
-    cuda.attend_step(project(cuda, q, moved, layer), position, moved.runs([pool])[0], page, 0.09, memory.parts, memory.out)
+    cuda.attend_step(project(cuda, q, moved, layer), position, (moved.runs([pool])[0],), page, 0.09, memory.parts, memory.out)
     out, _, _ = memory.read()
     oracle = (q.reshape(1, 8, 128).astype(np.float64), cache.keys, cache.values, 599, 0.09)
     assert_close(out, attn_decode.variant(layer, page), *oracle)
@@ -538,6 +548,9 @@ def test_wrong_shapes_are_refused() -> None:
     launcher: Any = NoLauncher()
     for wrong, message in (
         ({"parts": replace(parts, first_page=1)}, "are not among 4 parts"),
+        ({"runs": (run, run)}, "2 runs of pages; one was wanted, or two that follow"),
+        ({"runs": (run, replace(run, first_page=4), replace(run, first_page=8))}, "3 runs of pages"),
+        ({"runs": (run, replace(run, first_page=4))}, "pages 0 to 7 from page 0 on are not among 4"),
         ({"parts": replace(parts, lse=outs)}, "parts.lse must be"),
         ({"parts": replace(parts, num_parts=5)}, "parts.out must be"),
         ({"parts": replace(parts, arrivals=arrivals.rows(5))}, "parts.arrivals must be"),
@@ -545,7 +558,15 @@ def test_wrong_shapes_are_refused() -> None:
         ({"projected": replace(projected, table=DeviceArray(4096, (1, 33, 2), "f32"))}, "33 pairs do not fit"),
         ({"out": outs}, "out must be"),
     ):
-        operands = {"projected": projected, "position": position, "run": run, "page": page, "scale": 1.0, "parts": parts, "out": q} | wrong
+        operands = {
+            "projected": projected,
+            "position": position,
+            "runs": (run,),
+            "page": page,
+            "scale": 1.0,
+            "parts": parts,
+            "out": q,
+        } | wrong
         with pytest.raises(KernelError, match=message):
             attn_decode.attend_step(launcher, **operands)
     with pytest.raises(KernelError, match="state must be"):

@@ -96,17 +96,17 @@ def attend_step(
     launcher: Launcher,
     projected: Projected,
     position: DeviceArray,
-    run: PageRun,
+    runs: tuple[PageRun, ...],
     page: PageFormat,
     scale: float,
     parts: PartStates,
     out: DeviceArray,
 ) -> None:
-    """Finishes the query, the new cell too if its page is of the run, attends to the pages of the run, and if they are the last of up to MERGED_WITHIN
+    """Finishes the query, the new cell too if its page is of the runs, attends to the pages of the runs, and if they are the last of up to MERGED_WITHIN
     merges all parts: softmax(scale q K) V over the visible cells.
 
-    projected: one token's; position: i32 [1], its cell; parts: as backend.PartStates says; out: f32 [1, H*Dv]. Call it for all pages in their order, run
-    by run. Reads and writes attend_step_bytes. Raises KernelError on other shapes.
+    projected: one token's; position: i32 [1], its cell; runs: one, or two that follow each other; parts: as backend.PartStates says; out: f32 [1, H*Dv].
+    Call it for all pages in their order. Reads and writes attend_step_bytes. Raises KernelError on other shapes.
     """
     layer, num_parts = projected.layer, parts.num_parts
     operands, turns, eps = check_projected("attend_step", projected, page, 1)
@@ -115,23 +115,26 @@ def attend_step(
     check_array("attend_step", "parts.lse", parts.lse, (num_parts, layer.num_heads), "f32")
     check_array("attend_step", "parts.arrivals", parts.arrivals, (layer.num_heads,), "i32")
     check_array("attend_step", "out", out, (1, layer.num_heads * layer.value_dim), "f32")
-    pool = check_run("attend_step", run, page)
-    first_part = run.first_page - parts.first_page
-    if first_part < 0 or run.num_pages < 1 or first_part + run.num_pages > num_parts:
+    run, last = runs[0], runs[-1]
+    pools = check_run("attend_step", run, page), check_run("attend_step", last, page)
+    if len(runs) > 2 or (last is not run and last.first_page != run.first_page + run.num_pages):
+        raise KernelError(f"attend_step: {len(runs)} runs of pages; one was wanted, or two that follow each other")
+    first_part, num_pages = run.first_page - parts.first_page, last.first_page + last.num_pages - run.first_page
+    if first_part < 0 or min(run.num_pages, last.num_pages) < 1 or first_part + num_pages > num_parts:
         raise KernelError(
-            f"attend_step: pages {run.first_page} to {run.first_page + run.num_pages - 1} from page {parts.first_page} on are not among {num_parts} parts"
+            f"attend_step: pages {run.first_page} to {run.first_page + num_pages - 1} from page {parts.first_page} on are not among {num_parts} parts"
         )
-    place = (run.num_slots, run.first_slot, run.first_page, first_part, num_parts)
-    operands = (*operands, position, pool, parts.out, parts.lse, parts.arrivals, out, *map(np.int32, place), *turns)
+    place = (run.num_slots, run.first_slot, run.num_pages, last.num_slots, last.first_slot, run.first_page, first_part, num_parts)
+    operands = (*operands, position, *pools, parts.out, parts.lse, parts.arrivals, out, *map(np.int32, place), *turns)
     window, scale32 = np.int32(layer.sliding_window or 0), np.float32(scale)
     if variant(layer, page) == "mma":
         if not scale > 0:
             raise KernelError(f"attend_step: the scale of the scores must be positive, not {scale}")
-        shape = mma_launch_shape(page.key_dim, layer.group, layer.num_kv_heads, run.num_pages, num_parts)
+        shape = mma_launch_shape(page.key_dim, layer.group, layer.num_kv_heads, num_pages, num_parts)
         heads = np.int32(layer.group), np.int32(shape.heads)
         launcher.launch(mma_spec(page.key_dim, num_parts), shape.grid, shape.threads, *operands, *heads, window, eps, scale32)
     else:
-        shape = launch_shape(layer.group, layer.num_kv_heads, run.num_pages)
+        shape = launch_shape(layer.group, layer.num_kv_heads, num_pages)
         heads = np.int32(layer.group), np.int32(shape.heads)
         kernel = spec(page.key_type, page.value_type, page.key_dim, page.value_dim, shape.heads)
         sizes = np.int32(page.page_cells), np.int32(shape.chunks)

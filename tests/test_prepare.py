@@ -268,6 +268,6 @@ def test_every_account_is_a_line_of_the_budget(machine: Machine, path: Any, wind
             accounts[label.split(",")[0]] += size
         shared = lines.keys() & accounts.keys() - {"context", "modules"}
         assert {"cuBLAS", "f16 activations", "hidden", "resident window"} <= shared
-        assert lines.keys() - shared == {"context", "modules", "weights", "slack"} - ({"context"} - lines.keys())
+        assert lines.keys() - shared <= {"context", "modules", "weights", "slack"}
         for label in shared:
             assert accounts[label] <= lines[label] < accounts[label] + len(run.config.layers) * ALIGNMENT, label

@@ -17,15 +17,11 @@ RIDGE_OPERATIONS = 11_000
 
 def plan_ubatch(make: Make, cache: CacheConfig) -> Budget:
     """make(cache), the budget of a configuration, with the first ubatch of those that it allows which is not refused. Raises OutOfMemoryError."""
-    try:
-        return make(cache)
-    except OutOfMemoryError as error:
-        refusal = error
-    for ubatch in _halvings(cache):
+    for ubatch in (cache.ubatch, *_halvings(cache)):
         try:
             return make(replace(cache, ubatch=ubatch))
-        except OutOfMemoryError:
-            continue
+        except OutOfMemoryError as error:
+            refusal = error  # of the smallest, in the end: the least that is needed
     largest = largest_ubatch(make, cache)
     raise OutOfMemoryError(f"{refusal}{'' if largest is None else f', or --ubatch to at most {largest}'}") from refusal
 

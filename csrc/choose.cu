@@ -7,10 +7,12 @@
 //             choose_rank    penalty; a logit's image as u32 (its key); the best key of every block
 //             choose_best    greedy: the best of those. The end
 //             choose_narrow  up to five times: a histogram of one digit (11, 11 and 10 bits from the top) of the keys that agree with what is known of
-//                            the cut, counts for top-k and weights for top-p. The last block to arrive finds the digit of the cut. Digits for top-k
-//                            first, then, from the weight that it leaves, those for top-p; the first histogram serves both
-//             choose_draw    weights at the temperature, block by block; the last one to arrive finds the block and then the token
-//           Sums are of integers, so that neither blocks nor atomics decide their bits. A step's last kernel alone moves the position.
+//                            the cut, counts for top-k and weights for top-p. What is known every block works out by itself, from the histogram of
+//                            the step before. Digits for top-k first, then, from the weight that it leaves, those for top-p; the first histogram
+//                            serves both
+//             choose_sum     weights at the temperature of what is left, block by block
+//             choose_draw    one block: finds the block that was drawn, and in it the token. The end
+//           Sums are of integers, so that neither blocks nor atomics decide their bits. The last kernel alone moves the position.
 // Bound     latency: 600 KB out of L2 a kernel. Weights take 26 operations of float64 a token: 4 M, 6 us where a card makes 0.6 T of them a second.
 // Oracle    sampling.choose, the same id always
 #include "split_mix.cuh"
@@ -22,32 +24,31 @@ constexpr int kWeightBits = 40, kLowBits = 20;
 constexpr u32 kLowMask = (1u << kLowBits) - 1;
 constexpr float kLargest = 3.402823466e38f;
 // As in sampling.py: ln(2)^k / k!.
-constexpr double kExp2[] = {1.0,
-                            0.6931471805599453,
-                            0.24022650695910072,
-                            0.05550410866482158,
-                            0.009618129107628477,
-                            0.0013333558146428443,
-                            0.0001540353039338161,
-                            1.5252733804059841e-05,
-                            1.321548679014431e-06,
-                            1.01780860092397e-07,
-                            7.054911620801123e-09};
+constexpr double kExp2[] = {1.0, 0.6931471805599453, 0.24022650695910072, 0.05550410866482158, 0.009618129107628477, 0.0013333558146428443,
+                            0.0001540353039338161, 1.5252733804059841e-05, 1.321548679014431e-06, 1.01780860092397e-07, 7.054911620801123e-09};
 
-struct Histogram {
+struct alignas(16) Histogram {
   u64 weight[kBins];
   u32 count[kBins];
 };
 
-// What is known of the cut; choose_rank clears it. In the end every token with a key above `prefix` is left, and the first `wanted` at it.
-struct Search {
-  Histogram first, deeper;  // by the first digit; by the one at hand, empty between kernels
-  u64 wanted;               // tokens or weight still to find among the keys that begin with `prefix`
-  u64 above;                // weight of the keys above those
+// What is known of the cut: keys that begin with `prefix` are at it, above lies what is left for sure. In the end every token with a key above
+// `prefix` is left, and the first `wanted` of those at it.
+struct Cut {
+  u64 wanted;  // tokens, or weight, still to find among the keys at it
+  u64 above;   // weight of the keys above it
   u32 prefix;
-  u32 arrived;  // blocks of the kernel at hand
 };
-static_assert(sizeof(Search) == 49176, "workspace.CHOICE_SEARCH_BYTES");
+
+constexpr int kSteps = 5;  // three digits for top-k and two more for top-p
+struct Search {            // choose_rank clears it
+  Histogram histograms[kSteps];
+  Cut cuts[kSteps + 1];  // known before each step, and in the end
+};
+static_assert(sizeof(Search) == 123024, "workspace.CHOICE_SEARCH_BYTES");
+
+__device__ __forceinline__ int shift_of(int digit) { return digit == 0 ? 21 : digit == 1 ? 10 : 0; }
+__device__ __forceinline__ int bits_of(int digit) { return digit == 2 ? 10 : 11; }
 
 // ---- keys and weights --------------------------------------------------------------------------------------------------------------
 
@@ -119,65 +120,101 @@ __device__ u64 block_total(u64 value) {
 }
 
 // The best logit, from choose_rank's blocks.
-__device__ float best_logit(const u64* best) {
+__device__ float best_logit(const u64* best, int num_blocks) {
   u64 largest = 0;
-  for (int i = threadIdx.x; i < gridDim.x; i += kThreads) largest = max(largest, fresh(best + i));
+  for (int i = threadIdx.x; i < num_blocks; i += kThreads) largest = max(largest, fresh(best + i));
   return value_of(u32(block_largest(largest) >> 32));
 }
 
-// Whether all other blocks have arrived; what they wrote before can then be read out of L2.
-__device__ bool last_to_arrive(u32* arrived) {
-  __shared__ bool last;
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    last = atomicAdd(arrived, 1) == gridDim.x - 1;
-    if (last) *arrived = 0;
-  }
-  __syncthreads();
-  __threadfence();
-  return last;
-}
+// A thread's bins: kBinsEach neighbours, the highest first, as the threads are.
+struct Bins {
+  u64 weights[kBinsEach];
+  u32 counts[kBinsEach];
 
-struct Bin {
-  u32 number;
-  u64 before, weight_before;  // of the bins above it: of what was wanted, and weight
+  __device__ __forceinline__ explicit Bins(const Histogram& histogram) {
+    const int lowest = kBins - (threadIdx.x + 1) * kBinsEach;
+    const uint4* weight = reinterpret_cast<const uint4*>(histogram.weight + lowest);
+    const uint4* count = reinterpret_cast<const uint4*>(histogram.count + lowest);
+#pragma unroll
+    for (int i = 0; i < kBinsEach / 2; i++) {
+      const uint4 pair = fresh(weight + kBinsEach / 2 - 1 - i);
+      weights[2 * i] = u64(pair.w) << 32 | pair.z;
+      weights[2 * i + 1] = u64(pair.y) << 32 | pair.x;
+    }
+#pragma unroll
+    for (int i = 0; i < kBinsEach / 4; i++) {
+      const uint4 quad = fresh(count + kBinsEach / 4 - 1 - i);
+      counts[4 * i] = quad.w;
+      counts[4 * i + 1] = quad.z;
+      counts[4 * i + 2] = quad.y;
+      counts[4 * i + 3] = quad.x;
+    }
+  }
 };
 
-// From the highest bin down, the one where the count, or the weight, reaches `wanted`; there is one.
-__device__ Bin find_bin(const Histogram& histogram, bool by_weight, u64 wanted) {
-  __shared__ Bin found;
-  const int highest = kBins - 1 - threadIdx.x * kBinsEach;
-  u64 weights[kBinsEach], amounts[kBinsEach], weight = 0, amount = 0, total;
+struct Found {
+  u32 bin;
+  u64 wanted;  // of what the bin holds
+  u64 above;   // weight of the bins above it
+};
+
+// From the highest bin down, the one where the count, or the weight, reaches `wanted`, or top_p of all weight where `wanted` is 0.
+__device__ Found find_bin(const Bins& bins, bool by_weight, u64 wanted, double top_p) {
+  __shared__ Found found;
+  u64 weight = 0, amount = 0, total;
 #pragma unroll
   for (int i = 0; i < kBinsEach; i++) {
-    weights[i] = fresh(histogram.weight + highest - i);
-    amounts[i] = by_weight ? weights[i] : fresh(histogram.count + highest - i);
-    weight += weights[i];
-    amount += amounts[i];
+    weight += bins.weights[i];
+    amount += by_weight ? bins.weights[i] : bins.counts[i];
   }
-  u64 before = block_before(amount, total), weight_before = block_before(weight, total);
+  u64 above = block_before(weight, total);
+  if (wanted == 0) wanted = mass_to_reach(total, top_p);
+  u64 before = by_weight ? above : block_before(amount, total);
   if (before < wanted && wanted <= before + amount) {
     int i = 0;
 #pragma unroll
     for (int bin = 0; bin < kBinsEach - 1; bin++) {
-      if (i == bin && before + amounts[bin] < wanted) {
-        before += amounts[bin];
-        weight_before += weights[bin];
+      const u64 here = by_weight ? bins.weights[bin] : bins.counts[bin];
+      if (i == bin && before + here < wanted) {
+        before += here;
+        above += bins.weights[bin];
         i++;
       }
     }
-    found = Bin{u32(highest - i), before, weight_before};
+    found = Found{kBins - 1 - threadIdx.x * kBinsEach - i, wanted - before, above};
   }
   __syncthreads();
   return found;
 }
 
-__device__ u64 whole_weight(const Histogram& histogram) {
-  u64 sum = 0;
-#pragma unroll
-  for (int i = 0; i < kBinsEach; i++) sum += fresh(histogram.weight + i * kThreads + threadIdx.x);
-  return block_total(sum);
+// What is known before `step`; the first block writes it down for the next one. Steps 0 .. 2 look for top_k's digits, if it is not 0, and all others for
+// those of top_p. `top` receives the best logit.
+__device__ Cut narrow(Search* search, int step, int top_k, double top_p, double sharpness, const u64* best, float& top) {
+  const int num_blocks = gridDim.x;
+  if (step == 0) {
+    top = best_logit(best, num_blocks);
+    return Cut{0, 0, 0};
+  }
+  const int last = step - 1, counted = top_k ? 3 : 0, digit = last < 3 ? last : last - 2;
+  const bool by_weight = last >= counted;
+  const Cut* known = search->cuts + last;
+  Cut cut{fresh(&known->wanted), fresh(&known->above), fresh(&known->prefix)};
+  const Bins bins(search->histograms[last]);  // under way while the best is found
+  top = best_logit(best, num_blocks);
+  const Found found = find_bin(bins, by_weight, digit ? cut.wanted : top_k, top_p);
+  cut = Cut{found.wanted, cut.above + found.above, cut.prefix << bits_of(digit) | found.bin};
+  if (digit == 2) {
+    const u64 weight = weight_of(cut.prefix, top, sharpness);
+    if (by_weight) {
+      cut.wanted = (cut.wanted + weight - 1) / weight;
+    } else if (top_p < 1.0) {
+      const u64 mass = mass_to_reach(cut.above + cut.wanted * weight, top_p);
+      const Found again = find_bin(Bins(search->histograms[0]), true, mass, top_p);
+      cut = Cut{again.wanted, again.above, again.bin};
+    }
+  }
+  if (blockIdx.x == 0 && threadIdx.x == 0) search->cuts[step] = cut;
+  return cut;
 }
 
 // The end of a step, by one thread. n: cells of the sequence.
@@ -187,12 +224,6 @@ __device__ void finish(int id, u64 unsound, int* sequence, int* position, int* o
   outcome[0] = chosen;
   outcome[1] = int(unsound);
   *position = cell + 1;
-}
-
-__device__ u64 all_unsound(const u32* unsound, int num_blocks) {
-  u64 sum = 0;
-  for (int i = threadIdx.x; i < num_blocks; i += kThreads) sum += fresh(unsound + i);
-  return block_total(sum);
 }
 
 // ---- kernels -----------------------------------------------------------------------------------------------------------------------
@@ -270,19 +301,22 @@ extern "C" __global__ void __launch_bounds__(kThreads) choose_best(
     int num_blocks, int n) {
   let_next_begin();
   wait_for_previous();
-  u64 largest = 0;
-  for (int i = threadIdx.x; i < num_blocks; i += kThreads) largest = max(largest, fresh(best + i));
-  const u64 wrong = all_unsound(unsound, num_blocks);
+  u64 largest = 0, wrong = 0;
+  for (int i = threadIdx.x; i < num_blocks; i += kThreads) {
+    largest = max(largest, fresh(best + i));
+    wrong += fresh(unsound + i);
+  }
   largest = block_largest(largest);
+  wrong = block_total(wrong);
   if (threadIdx.x == 0) finish(int(~u32(largest)), wrong, sequence, position, outcome, n);
 }
 
-// One digit of the cut: of top_k's, or of top_p's where top_k is 0. Behind the last of top_k's the search for top_p's begins, unless that is 1.
-extern "C" __global__ void __launch_bounds__(kThreads) choose_narrow(
+// Counts and weighs one digit of the keys at what is known of the cut.
+extern "C" __global__ void __launch_bounds__(kThreads, 2) choose_narrow(
     const u32* keys,  // [blocks][kTokens]
     const u64* best,  // [blocks]
     Search* search,   // [1]
-    int digit, int top_k, double top_p, double sharpness) {
+    int step, int top_k, double top_p, double sharpness) {
   __shared__ u32 counts[kBins], lows[kBins], highs[kBins];  // weights in two parts: additions of 32 bits are the ones that shared memory has
   let_next_begin();
 #pragma unroll
@@ -291,83 +325,54 @@ extern "C" __global__ void __launch_bounds__(kThreads) choose_narrow(
   u32 mine[kEach];
 #pragma unroll
   for (int i = 0; i < kEach; i++) mine[i] = fresh(keys + blockIdx.x * kTokens + i * kThreads + threadIdx.x);
-  const u32 prefix = fresh(&search->prefix);
-  const float top = best_logit(best);  // and a barrier
-  const int shift = digit == 0 ? 21 : digit == 1 ? 10 : 0, bits = digit == 2 ? 10 : 11;
+  float top;
+  const Cut cut = narrow(search, step, top_k, top_p, sharpness, best, top);  // and a barrier
+  const int digit = step < 3 ? step : step - 2, shift = shift_of(digit), bits = bits_of(digit);
 #pragma unroll
   for (int i = 0; i < kEach; i++) {
-    if (mine[i] == 0 || u64(mine[i]) >> (shift + bits) != prefix) continue;
+    if (mine[i] == 0 || u64(mine[i]) >> (shift + bits) != cut.prefix) continue;
     const u32 bin = mine[i] >> shift & ((1u << bits) - 1);
-    const u64 weight = weight_of(mine[i], top, sharpness);
     atomicAdd(counts + bin, 1);
-    atomicAdd(lows + bin, u32(weight) & kLowMask);
-    atomicAdd(highs + bin, u32(weight >> kLowBits));
+    if (top_p < 1.0) {
+      const u64 weight = weight_of(mine[i], top, sharpness);
+      atomicAdd(lows + bin, u32(weight) & kLowMask);
+      atomicAdd(highs + bin, u32(weight >> kLowBits));
+    }
   }
   __syncthreads();
-  Histogram& histogram = digit == 0 ? search->first : search->deeper;
+  Histogram& histogram = search->histograms[step];
 #pragma unroll
   for (int i = threadIdx.x; i < kBins; i += kThreads) {
     if (counts[i] == 0) continue;
     atomicAdd(histogram.count + i, counts[i]);
-    atomicAdd(histogram.weight + i, (u64(highs[i]) << kLowBits) + lows[i]);
-  }
-  if (!last_to_arrive(&search->arrived)) return;
-
-  u64 wanted = digit ? fresh(&search->wanted) : top_k ? u64(top_k) : mass_to_reach(whole_weight(histogram), top_p);
-  const Bin found = find_bin(histogram, top_k == 0, wanted);
-  u32 cut = prefix << bits | found.number;
-  wanted -= found.before;
-  const u64 above = fresh(&search->above) + found.weight_before;
-  if (digit) {
-#pragma unroll
-    for (int i = threadIdx.x; i < kBins; i += kThreads) histogram.weight[i] = histogram.count[i] = 0;
-  }
-  if (digit == 2) {
-    const u64 weight = weight_of(cut, top, sharpness);
-    if (top_k == 0) {
-      wanted = (wanted + weight - 1) / weight;
-    } else if (top_p < 1.0) {
-      const u64 mass = mass_to_reach(above + wanted * weight, top_p);
-      const Bin again = find_bin(search->first, true, mass);
-      cut = again.number;
-      wanted = mass - again.before;
-    }
-  }
-  if (threadIdx.x == 0) {
-    search->wanted = wanted;
-    search->above = above;
-    search->prefix = cut;
+    if (top_p < 1.0) atomicAdd(histogram.weight + i, (u64(highs[i]) << kLowBits) + lows[i]);
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) choose_draw(
-    const u32* keys,     // [blocks][kTokens]
-    const u64* best,     // [blocks]
-    const u32* unsound,  // [blocks]
-    Search* search,      // [1]
-    u64* sums,           // [blocks]: weight of the tokens above the cut
-    u32* ties,           // [blocks]: tokens at the cut
-    int* sequence,       // [n]
-    int* position,       // [1]
-    int* outcome,        // [2]
-    int n, double sharpness, double log_min_p, u64 seed) {
-  __shared__ struct {
-    int block;
-    u64 left, ties_before;
-  } place;
+// Whether a token at this key is among those that min_p leaves.
+__device__ __forceinline__ bool likely(u32 key, float top, double log_min_p) {
+  return __dsub_rn(double(value_of(key)), double(top)) >= log_min_p;
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads) choose_sum(
+    const u32* keys,  // [blocks][kTokens]
+    const u64* best,  // [blocks]
+    Search* search,   // [1]
+    u64* sums,        // [blocks]: weight of the tokens above the cut
+    u32* ties,        // [blocks]: tokens at the cut
+    int steps, int top_k, double top_p, double sharpness, double draw_sharpness, double log_min_p) {
   let_next_begin();
   wait_for_previous();
   u32 mine[kEach];
 #pragma unroll
   for (int i = 0; i < kEach; i++) mine[i] = fresh(keys + blockIdx.x * kTokens + i * kThreads + threadIdx.x);
-  const u32 cut = fresh(&search->prefix);
-  const float top = best_logit(best);
-  const auto likely = [&](u32 key) { return __dsub_rn(double(value_of(key)), double(top)) >= log_min_p; };
+  float top;
+  const u32 cut = narrow(search, steps, top_k, top_p, sharpness, best, top).prefix;
   u64 sum = 0, tied = 0;
 #pragma unroll
   for (int i = 0; i < kEach; i++) {
     tied += cut != 0 && mine[i] == cut;
-    if (mine[i] > cut && likely(mine[i])) sum += weight_of(mine[i], top, sharpness);
+    if (mine[i] > cut && likely(mine[i], top, log_min_p)) sum += weight_of(mine[i], top, draw_sharpness);
   }
   sum = block_total(sum);
   tied = block_total(tied);
@@ -375,62 +380,85 @@ extern "C" __global__ void __launch_bounds__(kThreads) choose_draw(
     sums[blockIdx.x] = sum;
     ties[blockIdx.x] = u32(tied);
   }
-  if (!last_to_arrive(&search->arrived)) return;
+}
 
+// One block.
+extern "C" __global__ void __launch_bounds__(kThreads) choose_draw(
+    const u32* keys,       // [blocks][kTokens]
+    const u64* best,       // [blocks]
+    const u32* unsound,    // [blocks]
+    const Search* search,  // [1]
+    const u64* sums,       // [blocks]
+    const u32* ties,       // [blocks]
+    int* sequence,         // [n]
+    int* position,         // [1]
+    int* outcome,          // [2]
+    int num_blocks, int n, int steps, double draw_sharpness, double log_min_p, u64 seed) {
+  __shared__ struct {
+    int block;
+    u64 left, ties_before;
+  } place;
+  let_next_begin();
+  wait_for_previous();
   // Blocks in order, a run of them a thread.
-  const int num_blocks = gridDim.x, run = (num_blocks + kThreads - 1) / kThreads;
-  const int begin = min(int(threadIdx.x) * run, num_blocks), end = min(begin + run, num_blocks);
-  const u64 kept = cut != 0 && likely(cut) ? fresh(&search->wanted) : 0;  // of the tokens at the cut
-  const u64 tie_weight = kept ? weight_of(cut, top, sharpness) : 0;
+  const int run = (num_blocks + kThreads - 1) / kThreads, begin = min(int(threadIdx.x) * run, num_blocks), end = min(begin + run, num_blocks);
+  const u32 cut = fresh(&search->cuts[steps].prefix);
+  const u64 random = split_mix(seed, u64(fresh(position)));
+  u64 kept = fresh(&search->cuts[steps].wanted), tied = 0, above = 0, wrong = 0, total;
+  for (int i = begin; i < end; i++) {
+    tied += fresh(ties + i);
+    above += fresh(sums + i);
+    wrong += fresh(unsound + i);
+  }
+  const float top = best_logit(best, num_blocks);
+  if (cut == 0 || !likely(cut, top, log_min_p)) kept = 0;  // of the tokens at the cut
+  const u64 tie_weight = kept ? weight_of(cut, top, draw_sharpness) : 0;
   const auto kept_of = [&](u64 before, u64 count) { return before >= kept ? 0 : min(kept - before, count); };
-  u64 total;
-  tied = 0;
-  for (int i = begin; i < end; i++) tied += fresh(ties + i);
   u64 ties_before = block_before(tied, total);
-  sum = kept_of(ties_before, tied) * tie_weight;
-  for (int i = begin; i < end; i++) sum += fresh(sums + i);
-  u64 before = block_before(sum, total);
-  const u64 drawn = __umul64hi(split_mix(seed, u64(fresh(position))), total);
-  if (before <= drawn && drawn < before + sum) {
+  const u64 amount = above + kept_of(ties_before, tied) * tie_weight;
+  u64 before = block_before(amount, total);
+  const u64 drawn = __umul64hi(random, total);
+  if (before <= drawn && drawn < before + amount) {
     int block = begin;
     for (;; block++) {
-      const u64 here = fresh(ties + block), amount = fresh(sums + block) + kept_of(ties_before, here) * tie_weight;
-      if (drawn < before + amount) break;
-      before += amount;
+      const u64 here = fresh(ties + block), weight = fresh(sums + block) + kept_of(ties_before, here) * tie_weight;
+      if (drawn < before + weight) break;
+      before += weight;
       ties_before += here;
     }
     place.block = block;
     place.left = drawn - before;
     place.ties_before = ties_before;
   }
-  const u64 wrong = all_unsound(unsound, num_blocks);  // and a barrier
+  wrong = block_total(wrong);  // and a barrier
 
   // Its tokens in order, kEach neighbours a thread.
-  static_assert(kEach == 4, "one load");
   const int first = place.block * kTokens + threadIdx.x * kEach;
-  const uint4 quad = fresh(reinterpret_cast<const uint4*>(keys + first));
-  const u32 neighbours[kEach] = {quad.x, quad.y, quad.z, quad.w};
+  u32 mine[kEach];
   tied = 0;
 #pragma unroll
-  for (int i = 0; i < kEach; i++) tied += cut != 0 && neighbours[i] == cut;
+  for (int i = 0; i < kEach; i++) {
+    mine[i] = fresh(keys + first + i);
+    tied += cut != 0 && mine[i] == cut;
+  }
   ties_before = place.ties_before + block_before(tied, total);
-  u64 amounts[kEach];
-  sum = 0;
+  u64 weights[kEach], sum = 0;
 #pragma unroll
   for (int i = 0; i < kEach; i++) {
-    const u32 key = neighbours[i];
-    const bool tie = cut != 0 && key == cut;
-    amounts[i] = tie ? kept_of(ties_before, 1) * tie_weight : key > cut && likely(key) ? weight_of(key, top, sharpness) : 0;
+    const bool tie = cut != 0 && mine[i] == cut;
+    weights[i] = tie                                                   ? kept_of(ties_before, 1) * tie_weight
+                 : mine[i] > cut && likely(mine[i], top, log_min_p) ? weight_of(mine[i], top, draw_sharpness)
+                                                                       : 0;
     ties_before += tie;
-    sum += amounts[i];
+    sum += weights[i];
   }
   before = block_before(sum, total);
   if (before <= place.left && place.left < before + sum) {
     int i = 0;
 #pragma unroll
     for (int token = 0; token < kEach - 1; token++) {
-      if (i == token && before + amounts[token] <= place.left) {
-        before += amounts[token];
+      if (i == token && before + weights[token] <= place.left) {
+        before += weights[token];
         i++;
       }
     }

@@ -94,7 +94,7 @@ __device__ __forceinline__ uint4 load16(const void* address) {
 
 // A kernel marked `early` (KernelSpec) may begin, on sm_90 and newer, as soon as every block of the kernel before it has begun. What kernels
 // before it write or still read it touches behind wait_for_previous() alone, which returns when all of them have ended and which every block
-// must call; before that it may load weights. Elsewhere kernels follow each other and both calls are nothing.
+// must call; before that it may load weights, and what earlier steps wrote: a step's first kernel (rope_table) is not early. Elsewhere kernels follow each other and both calls are nothing.
 __device__ __forceinline__ void let_next_begin() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -125,6 +125,14 @@ __device__ __forceinline__ uint4 fresh16(const void* address) {
                : "l"(address)
                : "memory");
   return v;
+}
+
+// Asks L2 for num_bytes from `address` on.
+template <int kThreads>
+__device__ __forceinline__ void prefetch(const void* address, int num_bytes) {
+  for (int line = threadIdx.x * 128; line < num_bytes; line += kThreads * 128) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const u8*>(address) + line));
+  }
 }
 
 // ---- reductions in a fixed order: the result depends on the values and the block size alone, and every thread receives it ---------

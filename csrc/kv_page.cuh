@@ -44,6 +44,11 @@ struct Eight {
 #pragma unroll
     for (int i = 0; i < kLoads; i++) raw[i] = visible ? fresh16(reinterpret_cast<const uint4*>(row + index * 8) + i) : make_uint4(0, 0, 0, 0);
   }
+  // The same of a row in shared memory.
+  __device__ __forceinline__ void take(const T* row, int index) {
+#pragma unroll
+    for (int i = 0; i < kLoads; i++) raw[i] = reinterpret_cast<const uint4*>(row + index * 8)[i];
+  }
   __device__ __forceinline__ void unpack(float (&x)[8]) const {
 #pragma unroll
     for (int i = 0; i < kLoads; i++) {

@@ -16,6 +16,12 @@ __device__ __forceinline__ void mma_f16(float* c, u32 a0, u32 a1, u32 a2, u32 a3
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return u32(__cvta_generic_to_shared(p)); }
 
+__device__ __forceinline__ uint4 load_shared(u32 source) {
+  uint4 v;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(source) : "memory");
+  return v;
+}
+
 __device__ __forceinline__ void store_shared(u32 target, uint4 v) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(target), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
@@ -43,15 +49,10 @@ __device__ __forceinline__ u32 transpose_matrix(u32 x) {
   return r;
 }
 
-// 16 bytes that are read once; zeros, and nothing read, if not `visible`. Volatile, unlike load16: the compiler must leave it in its place.
-__device__ __forceinline__ uint4 load16_in_order(const void* address, bool visible) {
+// 16 bytes that are read once. Volatile, unlike load16: the compiler must leave it in its place.
+__device__ __forceinline__ uint4 load16_in_order(const void* address) {
   uint4 v;
-  asm volatile(
-      "{\n.reg .pred visible;\nsetp.ne.u32 visible, %5, 0;\n"
-      "mov.u32 %0, 0;\nmov.u32 %1, 0;\nmov.u32 %2, 0;\nmov.u32 %3, 0;\n"
-      "@visible ld.global.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
-      : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
-      : "l"(address), "r"(u32(visible)));
+  asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(address));
   return v;
 }
 

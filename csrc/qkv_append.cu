@@ -1,15 +1,14 @@
 // From one layer's product to its attention: queries are normed and rotated; keys likewise, and they and the values go into their pages, rounded
 // to the cache's types (to nearest, ties to even).
 //
-// Formula   head = x / sqrt(mean(x^2) + eps) * norm, where there is a norm; then pairs (a, b) -> (a cos - b sin, a sin + b cos): interleaved (2i, 2i+1),
-//           or halves (i, i + pairs). Values are stored as they are.
+// Formula   head_rows.cuh; values are stored as they are.
 // Operands  qkv f32 [T][H*Dk + Hkv*Dk + Hkv*Dv]; q_norm, k_norm f32 [Dk] or null; table f32 [T][pairs][2], pairs <= Dk / 2; position i32 [1] = cell of
 //           row 0; pool bytes [slot][K then V][Hkv][P][D]; q f32 [T][H*Dk].
 // Mapping   block (t, 8 heads), a warp a head, its row in shared memory. A launch serves one run of pages; tokens whose cell lies outside it are
 //           left, queries and all, to the launch of another run.
-// Bound     memory: T * (8 H Dk + Hkv (Dk + Dv) * (4 + 2)) bytes with 16-bit caches. At T = 1 it is a launch and nothing else: with three norms, two
-//           rotations and the append apart it was five.
+// Bound     memory: T * (8 H Dk + Hkv (Dk + Dv) * (4 + 2)) bytes with 16-bit caches. A single token is finished where it is attended (attn_decode.cu).
 // Oracle    reference.rms_norm, reference.rope; NumPy's rounding
+#include "head_rows.cuh"
 #include "kv_page.cuh"
 
 constexpr int kWarps = 8;
@@ -24,15 +23,18 @@ __global__ void __launch_bounds__(kWarps * 32) qkv_append(
     u8* pool,                          // [num_slots][page_bytes]
     float* q,                          // [T][H*Dk]
     int num_slots, int first_slot, int first_page, int num_pages, int num_heads, int num_kv_heads, int page_cells, int pairs, int interleaved, float eps) {
-  constexpr int kDim = kKeyDim > kValueDim ? kKeyDim : kValueDim;
-  __shared__ float rows[kWarps][kDim];
+  __shared__ float scratch[kWarps][kKeyDim];
+  __shared__ float2 angles[kKeyDim / 2];
   const int t = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32, head = blockIdx.y * kWarps + warp;
   let_next_begin();
   wait_for_previous();
 
   const int cell = fresh(position) + t;
   const int page = cell / page_cells - first_page;
-  if (cell < 0 || page < 0 || page >= num_pages || head >= num_heads + 2 * num_kv_heads) return;
+  if (cell < 0 || page < 0 || page >= num_pages) return;
+  load_angles<kWarps * 32>(angles, table + i64(t) * pairs * 2, pairs);
+  __syncthreads();
+  if (head >= num_heads + 2 * num_kv_heads) return;
   const KvPages<KeyType, ValueType, kKeyDim, kValueDim> pages{pool, num_slots, first_slot, num_kv_heads, page_cells};
   const i64 row = cell % page_cells;
   const float* source = qkv + i64(t) * ((num_heads + num_kv_heads) * kKeyDim + num_kv_heads * kValueDim);
@@ -47,31 +49,17 @@ __global__ void __launch_bounds__(kWarps * 32) qkv_append(
 
   const bool is_query = head < num_heads;
   const float* norm = is_query ? q_norm : k_norm;
-  float* x = rows[warp];
-  source += head * kKeyDim;
-  float squares = 0.0f;
-  for (int d = lane; d < kKeyDim; d += 32) {
-    x[d] = fresh(source + d);
-    squares = __fmaf_rn(x[d], x[d], squares);
-  }
-  if (norm != nullptr) {
-    const float scale = 1.0f / sqrtf(warp_sum(squares) / float(kKeyDim) + eps);
-    for (int d = lane; d < kKeyDim; d += 32) x[d] = x[d] * scale * norm[d];
-  }
-  __syncwarp();
-  const float2* angles = reinterpret_cast<const float2*>(table) + i64(t) * pairs;
-  for (int d = lane; d < kKeyDim; d += 32) {
-    float value = x[d];
-    if (d < 2 * pairs) {
-      const bool second = interleaved ? d & 1 : d >= pairs;
-      const float2 angle = fresh(angles + (interleaved ? d / 2 : second ? d - pairs : d));  // cos, sin
-      const float other = x[interleaved ? d ^ 1 : second ? d - pairs : d + pairs];
-      value = second ? other * angle.y + value * angle.x : value * angle.x - other * angle.y;
-    }
+  HeadRow<kKeyDim> x;
+  x.load(source + head * kKeyDim);
+  norm_and_turn(x, norm, eps, Rotation{angles, pairs, interleaved != 0}, scratch[warp]);
+#pragma unroll
+  for (int i = 0; i < x.kCount; i++) {
+    const int d = x.element(i);
+    if (d >= kKeyDim) continue;
     if (is_query) {
-      q[(i64(t) * num_heads + head) * kKeyDim + d] = value;
+      q[(i64(t) * num_heads + head) * kKeyDim + d] = x.x[i];
     } else {
-      const_cast<KeyType*>(pages.keys(page, head - num_heads))[row * kKeyDim + d] = from_float<KeyType>(value);
+      const_cast<KeyType*>(pages.keys(page, head - num_heads))[row * kKeyDim + d] = from_float<KeyType>(x.x[i]);
     }
   }
 }

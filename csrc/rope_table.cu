@@ -3,7 +3,8 @@
 // Frequencies are in half turns a position, double. The angle is formed and reduced in double (sincospi reduces exactly), so that cell
 // 1,000,000 is as precise as cell 0; only the result is rounded to float.
 // Operands  position i32 [1]; frequency f64 [pairs]; out f32 [T][pairs][2].
-// Mapping   one thread an entry. Bound: double arithmetic, once a step.
+// Mapping   one thread an entry. Bound: double arithmetic, once a step. It is a step's first kernel and not early: it begins when all kernels of
+//           the step before have ended, and so does whatever comes behind it in this step.
 // Oracle    reference.rope_table
 #include "common.cuh"
 
@@ -13,8 +14,6 @@ __global__ void __launch_bounds__(kThreads) rope_table(
     const double* __restrict__ frequency,  // [pairs]
     float2* out,                           // [T][pairs]
     i64 entries, int pairs, double magnitude) {
-  let_next_begin();
-  wait_for_previous();
   const i64 entry = i64(blockIdx.x) * kThreads + threadIdx.x;
   if (entry >= entries) return;
   const double cell = double(fresh(position)) + double(entry / pairs);

@@ -14,18 +14,17 @@ from typing import Any
 import numpy as np
 from tabulate import tabulate
 
-from rollkv.backend import Loadable, PageRun, Projected, RmsNorm, Stream
-from rollkv.config import CacheConfig, ModelConfig
+from rollkv.backend import Loadable, PageRun, PartStates, Projected, RmsNorm, Stream
+from rollkv.config import CacheConfig, ModelConfig, SamplingParams
 from rollkv.cuda.backend import CudaBackend
 from rollkv.cuda.kernels.add import add_bytes
-from rollkv.cuda.kernels.attn_decode import attend_rows_bytes
-from rollkv.cuda.kernels.attn_merge import merge_rows_bytes
+from rollkv.cuda.kernels.attn_decode import attend_step_bytes
+from rollkv.cuda.kernels.choose import choose_bytes
 from rollkv.cuda.kernels.linear_rows import linear_rows_bytes
-from rollkv.cuda.kernels.qkv_append import qkv_append_bytes
 from rollkv.gguf_file import GgufFile
 from rollkv.model_config import model_config
 from rollkv.synth import open_model
-from rollkv.workspace import qkv_columns
+from rollkv.workspace import choice_bytes, qkv_columns
 
 CALLS = 20  # in one graph
 L2_BYTES = 200 << 20  # inputs rotate over at least this much
@@ -100,20 +99,25 @@ class Bench:
         for pool in pools:
             backend.write(pool, np.random.default_rng(0).standard_normal(pool.nbytes // 2).astype(np.float16).view(np.uint8))
         runs = [PageRun(pool, pages, 0, 0, pages) for pool in pools]
-        q, out = self.random(1, layer.num_heads * layer.key_dim), self.random(1, layer.num_heads * layer.value_dim)
+        out = self.random(1, layer.num_heads * layer.value_dim)
         position = backend.upload("position", np.array([self.cells - 1], np.int32))
-        parts, lse = self.random(pages, layer.num_heads, layer.value_dim), self.random(pages, layer.num_heads)
-        scale, layers = self.config.attention_scale, self.config.num_layers
-        attend = [partial(backend.attend_rows, q, position, run, 0, layer, page, scale, parts, lse) for run in runs]
-        self.add("attend_rows", layers, attend_rows_bytes(self.cells, pages, layer, page), attend)
-        self.add("merge_rows", layers, merge_rows_bytes(pages, layer), [partial(backend.merge_rows, parts, lse, pages, layer, out)])
-        last = (PageRun(pools[0], pages, pages - 1, pages - 1, 1),)
+        states = self.random(pages, layer.num_heads, layer.value_dim), self.random(pages, layer.num_heads)
+        parts = PartStates(0, pages, *states, backend.upload("arrivals", np.zeros(layer.num_heads, np.int32)))
         table = backend.empty("table", (1, layer.rope.dim // 2, 2), "f32")
         backend.rope_table(layer.rope, position, table)
         norm = RmsNorm(self.random(layer.key_dim), 1e-6) if self.config.qk_norm else None
-        projected = Projected(self.random(1, qkv_columns(layer)), q, layer, norm, norm, table)
-        append = partial(backend.append, projected, position, last, page, self.cells - 1)
-        self.add("append", layers, qkv_append_bytes(1, layer, page), [append])
+        projected = Projected(self.random(1, qkv_columns(layer)), layer, norm, norm, table)
+        scale = self.config.attention_scale
+        calls = [partial(backend.attend_step, projected, position, run, page, scale, parts, out) for run in runs]
+        self.add("attend_step", self.config.num_layers, attend_step_bytes(self.cells, pages, layer, page), calls)
+
+    def choice(self) -> None:
+        backend, vocab = self.backend, self.config.vocab_size
+        sequence, position = backend.upload("sequence", np.zeros(64, np.int32)), backend.upload("position", np.zeros(1, np.int32))
+        outcome, scratch = backend.empty("outcome", (2,), "i32"), backend.empty("choice", (choice_bytes(vocab),), "u8")
+        for name, times, sampling in (("greedy", 1, SamplingParams()), ("every filter", 0, SamplingParams(0.8, 40, 0.95, 0.05, 1.1))):
+            call = partial(backend.choose, self.random(1, vocab), sampling, sequence, position, outcome, scratch)
+            self.add(f"choose, {name}", times, choose_bytes(sampling, vocab), [call])
 
 
 def main(spec: str, cells: int) -> None:
@@ -124,6 +128,7 @@ def main(spec: str, cells: int) -> None:
         print(f"{backend.facts.name}: {bench.ceiling:.0f} GB/s for x += y over 1 GiB each; {spec}, {cells} cells")
         bench.products(file)
         bench.attention(CacheConfig(cells))
+        bench.choice()
         print(tabulate(bench.rows, HEADINGS, floatfmt=".1f"))
         total, moved = sum(row[-1] for row in bench.rows), sum(row[1] * row[3] for row in bench.rows) * 2**20
         print(f"sum {total:.2f} ms = {1e3 / total:.0f} tok/s; the bytes alone take {moved / bench.ceiling / 1e6:.2f} ms")

@@ -97,10 +97,9 @@ class RmsNorm:
 
 @dataclass(frozen=True)
 class Projected:
-    """One layer's queries, keys and values as the product left them, what is still to be done to them, and where the queries go."""
+    """One layer's queries, keys and values as the product left them, and what is still to be done to them."""
 
     qkv: Operand  # f32 [T, H*Dk + Hkv*Dk + Hkv*Dv]
-    q: Operand  # f32 [T, H*Dk]
     layer: LayerConfig
     q_norm: RmsNorm | None  # over every head's Dk columns
     k_norm: RmsNorm | None
@@ -116,6 +115,17 @@ class PageRun:
     first_slot: int
     first_page: int
     num_pages: int
+
+
+@dataclass(frozen=True)
+class PartStates:
+    """Partial attention states of the pages that a decode step walks in one layer: page first_page + i is part i."""
+
+    first_page: int
+    num_parts: int
+    out: Operand  # f32 [num_parts, H, Dv], normalised
+    lse: Operand  # f32 [num_parts, H], natural logarithm
+    arrivals: Operand  # i32 [H]: zeros before and after every operation
 
 
 @dataclass(frozen=True)
@@ -289,31 +299,28 @@ class Backend(Protocol):
         """out[t] = (cos, sin) of (position[0] + t) * frequency, times the magnitude. position i32 [1]; out f32 [T, dim/2, 2]."""
         ...
 
-    def append(self, projected: Projected, position: Operand, runs: tuple[PageRun, ...], page: PageFormat, first_position: int) -> None:
-        """Norms and rotates queries into projected.q, and keys likewise, rounded to the page's types as the values are, into cells
+    def append(
+        self, projected: Projected, position: Operand, runs: tuple[PageRun, ...], page: PageFormat, first_position: int, q: Operand
+    ) -> None:
+        """Norms and rotates queries into q, f32 [T, H*Dk], and keys likewise, rounded to the page's types as the values are, into cells
         first_position + t of the pages of `runs`, which lie in order and cover all of them. position i32 [1] holds first_position on the
         device."""
         ...
 
-    def attend_rows(
+    def attend_step(
         self,
-        q: Operand,
+        projected: Projected,
         position: Operand,
         run: PageRun,
-        base_page: int,
-        layer: LayerConfig,
         page: PageFormat,
         scale: float,
-        part_out: Operand,
-        part_lse: Operand,
+        parts: PartStates,
+        out: Operand,
     ) -> None:
-        """Decode, T = 1: the partial state of every page of the run, stored at index (page - base_page) of the partials.
-        Visible cells end at position[0] and, with layer.sliding_window = W, begin at position[0] - W + 1; a page without a visible
-        cell gives (0, -inf). q f32 [1, H*Dk]; part_out f32 [pages, H, Dv] normalised; part_lse f32 [pages, H] natural logarithm."""
-        ...
-
-    def merge_rows(self, part_out: Operand, part_lse: Operand, num_parts: int, layer: LayerConfig, out: Operand) -> None:
-        """Merges partial states 0 .. num_parts - 1 in index order. out f32 [1, H*Dv]."""
+        """Decode, T = 1: does what `append` does, if the run holds the page of cell position[0], and attends to the pages of the run. A step calls
+        it for all of its pages, run by run from old to new; the call whose run holds the last part merges all of them into out, f32 [1, H*Dv].
+        Visible cells end at position[0] and, with layer.sliding_window = W, begin at position[0] - W + 1; a page without a visible cell gives
+        the state (0, -inf). Bits depend on the number of parts, not on how pages are divided into runs. A single part needs no state."""
         ...
 
     def attend_tile(

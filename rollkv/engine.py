@@ -23,7 +23,7 @@ from rollkv.model.decode import Decoder
 from rollkv.model.fill import append_random
 from rollkv.model.forward import choose, enter, forward, logits, move_to
 from rollkv.model.rehearsal import rehearse
-from rollkv.model.step import Model
+from rollkv.model.step import Model, take_workspace
 from rollkv.model_config import model_config
 from rollkv.phases import Phases
 from rollkv.roofline import ASSUMED, Bandwidths
@@ -32,7 +32,7 @@ from rollkv.synth import open_model
 from rollkv.ubatch import plan_ubatch, shrunk_words
 from rollkv.units import format_size
 from rollkv.weights import load_weights, weight_bytes
-from rollkv.workspace import MAX_FEW_ROWS, SLAB_BYTES, linear_scratch, ropes_of, widest_added, widest_input, workspace_arrays
+from rollkv.workspace import MAX_FEW_ROWS, SLAB_BYTES, linear_scratch, ropes_of, widest_added, widest_input
 
 BackendName = Literal["auto", "cuda", "host"]
 Progress = Callable[[int, int], None]
@@ -126,7 +126,7 @@ class Engine:
         self.cache_config, self.budget = cache, budget
         backend.reserve_linear(min(cache.ubatch, cache.ctx_size), widest_input(config), widest_added(config), SLAB_BYTES)
         self._cache = KVCache(backend, config, cache, budget)
-        self._workspace = {name: backend.empty(name, spec.shape, spec.dtype) for name, spec in workspace_arrays(config, cache).items()}
+        self._workspace = take_workspace(backend, config, cache)
 
     def _begin(self) -> None:
         self._model = Model(self.backend, self.config, self._weights, self._cache, self._workspace, ropes_of(self.config))

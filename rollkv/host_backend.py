@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from rollkv import reference
-from rollkv.backend import Loadable, PageRun, Projected, RmsNorm, Stream
+from rollkv.backend import Loadable, PageRun, PartStates, Projected, RmsNorm, Stream
 from rollkv.config import Dtype, LayerConfig, PageFormat, RopeConfig, SamplingParams
 from rollkv.quants import dequantise
 from rollkv.sampling import choose
@@ -230,15 +230,10 @@ class HostBackend:
     def rope_table(self, rope: RopeConfig, position: HostArray, out: HostArray) -> None:
         out.values[...] = reference.rope_table(rope, int(position.values[0]), out.shape[0])
 
-    def append(self, projected: Projected, position: HostArray, runs: tuple[PageRun, ...], page: PageFormat, first_position: int) -> None:
-        layer, qkv = projected.layer, projected.qkv.values
-        queries, cells = layer.num_heads * layer.key_dim, layer.num_kv_heads * layer.key_dim
-        q, k, v = np.split(qkv, [queries, queries + cells], axis=1)
-        q, k = (x if norm is None else _normed(x, norm) for x, norm in ((q, projected.q_norm), (k, projected.k_norm)))
-        table, style = projected.table.values, layer.rope.style
-        projected.q.values[...] = reference.rope(q, layer.num_heads, table, style)
-        keys = reference.rope(k, layer.num_kv_heads, table, style).reshape(-1, page.num_kv_heads, page.key_dim)
-        values = v.reshape(-1, page.num_kv_heads, page.value_dim)
+    def append(
+        self, projected: Projected, position: HostArray, runs: tuple[PageRun, ...], page: PageFormat, first_position: int, q: HostArray
+    ) -> None:
+        q.values[...], keys, values = self._finish(projected, page)
         done = 0
         for run in runs:
             for index in range(run.num_pages):
@@ -250,27 +245,44 @@ class HostBackend:
                 slot_values[:, cell : cell + count] = _encode(values[done : done + count], page.value_type).swapaxes(0, 1)
                 done += count
 
-    def attend_rows(
+    def _finish(self, projected: Projected, page: PageFormat) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Queries [T, H*Dk], keys [T, Hkv, Dk] and values [T, Hkv, Dv], normed and rotated."""
+        layer, qkv = projected.layer, projected.qkv.values
+        queries, cells = layer.num_heads * layer.key_dim, layer.num_kv_heads * layer.key_dim
+        q, k, v = np.split(qkv, [queries, queries + cells], axis=1)
+        q, k = (x if norm is None else _normed(x, norm) for x, norm in ((q, projected.q_norm), (k, projected.k_norm)))
+        table, style = projected.table.values, layer.rope.style
+        keys = reference.rope(k, layer.num_kv_heads, table, style).reshape(-1, page.num_kv_heads, page.key_dim)
+        return reference.rope(q, layer.num_heads, table, style), keys, v.reshape(-1, page.num_kv_heads, page.value_dim)
+
+    def attend_step(
         self,
-        q: HostArray,
+        projected: Projected,
         position: HostArray,
         run: PageRun,
-        base_page: int,
-        layer: LayerConfig,
         page: PageFormat,
         scale: float,
-        part_out: HostArray,
-        part_lse: HostArray,
+        parts: PartStates,
+        out: HostArray,
     ) -> None:
-        for number, (out, total, maximum) in self._page_parts(q, position, run, layer, page, scale):
+        layer, cell = projected.layer, int(position.values[0])
+        q = self.empty("q", (1, layer.num_heads * layer.key_dim), "f32")
+        newest = cell // page.page_cells - run.first_page  # where the new cell's page stands in the run, if it does
+        held = newest in range(run.num_pages)
+        holder = PageRun(run.pool, run.num_slots, (run.first_slot + newest) % run.num_slots, run.first_page + newest, int(held))
+        self.append(projected, position, (holder,), page, cell, q)
+        for number, (values, total, maximum) in self._page_parts(q, position, run, layer, page, scale):
             empty = total[0] == 0
             with np.errstate(divide="ignore"):
-                part_lse.values[number - base_page] = np.where(empty, -np.inf, maximum[0] + np.log(total[0]))
-            part_out.values[number - base_page] = out[0] / np.where(empty, 1, total[0])[:, None]
+                parts.lse.values[number - parts.first_page] = np.where(empty, -np.inf, maximum[0] + np.log(total[0]))
+            parts.out.values[number - parts.first_page] = values[0] / np.where(empty, 1, total[0])[:, None]
+        if run.first_page + run.num_pages == parts.first_page + parts.num_parts:
+            out.values[...] = self._merged(parts.out.values[: parts.num_parts], parts.lse.values[: parts.num_parts]).reshape(1, -1)
 
-    def merge_rows(self, part_out: HostArray, part_lse: HostArray, num_parts: int, layer: LayerConfig, out: HostArray) -> None:
-        merged, _ = reference.merge_states(part_out.values[:num_parts], part_lse.values[:num_parts])
-        out.values[...] = merged.reshape(1, -1)
+    def _merged(self, part_out: np.ndarray, part_lse: np.ndarray) -> np.ndarray:
+        """The attention, [H, Dv], whose parts these are: [parts, H, Dv], [parts, H]."""
+        merged, _ = reference.merge_states(part_out, part_lse)
+        return merged
 
     def attend_tile(
         self,

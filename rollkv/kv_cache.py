@@ -1,6 +1,7 @@
 """The KV cache: device pools, the host tail, and the order of everything that touches them.
 
-`begin_step` plans a step; for every layer the model then calls `append` and goes through `walk` (behind `begin_append`: `append` alone).
+`begin_step` plans a step; for every layer the model then calls `append` and goes through `walk` (behind `begin_append`: `append` alone), or with a
+single token goes through `append_and_walk`.
 Streams and the three orderings of stream_plan.py are kept here and only here:
   written before copied    copies of a layer's tail wait for `_written[layer]`, recorded behind its last write-through
   copied before read       `walk` waits for a piece's copy before it hands the piece out
@@ -9,6 +10,7 @@ A window slot is overwritten only after the write-through of the page it held (a
 write-through of the layer that used it before.
 """
 
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -46,6 +48,7 @@ class KVCache:
             for index, (layout, page) in enumerate(zip(self._layouts, self.formats, strict=True))
         )
         self._ring_shape = budget.ring
+        self._ctx_size = cache.ctx_size
         largest = max((self.formats[index].page_bytes for index in self._full), default=0)
         self._ring = (
             backend.empty("staging ring", (budget.ring.num_slots * budget.ring.slot_pages * largest,), "u8") if budget.ring else None
@@ -60,12 +63,12 @@ class KVCache:
         self._written: dict[int, Any] = {}
         self._fresh_free: list[Any] = [None, None]
         self._slot_free: dict[int, Any] = {}
-        self._next_slot = 0
         self._steps: tuple[StepPages, ...] = ()
-        self._pieces: tuple[Piece, ...] = ()
-        self._filled: dict[int, Any] = {}
-        self._issued = 0
-        self._used = 0
+        self._walked: deque[Piece] = deque()  # pieces that the step has yet to walk
+        self._queue: deque[Piece] = deque()  # pieces to copy: those of the step that are not on their way, then the next step's
+        self._staged: dict[
+            int, tuple[Piece, Any]
+        ] = {}  # by slot: pieces to be walked, on their way until the event; None: ordered before COMPUTE
         self.copied_in_bytes = 0
         self.copied_out_bytes = 0
 
@@ -78,35 +81,43 @@ class KVCache:
     def begin_append(self, position: int, num_tokens: int) -> None:
         """Plans a step that appends cells position .. position + num_tokens - 1 and attends to nothing: no page is copied in."""
         self._steps = self.plan(position, num_tokens)
-        self._pieces = ()
-        self._issued = self._used = 0
+        self._begin(())
 
     def begin_step(self, position: int, num_tokens: int) -> None:
-        """Plans the step that appends cells position .. position + num_tokens - 1, and starts the first copies."""
-        self.begin_append(position, num_tokens)
-        tails = {index: self._steps[index].tail_pages for index in self._full}
-        self._pieces = plan_pieces(tails, self._ring_shape, self._next_slot) if self._ring_shape else ()
-        if self._pieces and self._ring_shape:
-            self._next_slot = (self._pieces[-1].slot + 1) % self._ring_shape.num_slots
+        """Plans the step that appends cells position .. position + num_tokens - 1, and starts the first copies. Behind those of a single token the
+        copies of the next begin, as far as slots get free; unless this one completes a page, which the next may find in the tail."""
+        self._steps = self.plan(position, num_tokens)
+        self._begin(self._pieces(self._steps))
+        if num_tokens == 1 and position + 1 < self._ctx_size and not any(step.completed for step in self._steps):
+            self._queue += self._pieces(self.plan(position + 1, 1))
         self._issue_copies()
+
+    def is_staged(self, pages: tuple[StepPages, ...]) -> bool:
+        """Whether the ring holds what the end of a step leaves there for a next step over these pages."""
+        pieces = self._pieces(pages)
+        slots = {piece.slot for piece in pieces}
+        return not self._walked and [piece for piece, _ in self._staged.values()] == list(pieces[: len(slots)])
 
     def step_pages(self, layer: int) -> StepPages:
         """What the current step does to the pages of a layer."""
         return self._steps[layer]
 
-    def append(self, layer: int, projected: Projected, position: Array, first_position: int) -> None:
-        """Finishes queries and stores the new cells of a layer, and starts the write-through of the pages that they complete.
+    def append(self, layer: int, projected: Projected, position: Array, first_position: int, q: Array) -> None:
+        """Finishes queries into q, f32 [T, H*Dk], stores the new cells of a layer, and starts the write-through of the pages that they complete.
         position i32 [1] holds first_position on the device."""
         step = self._steps[layer]
-        if layer in self._written:
-            self._backend.wait(Stream.COMPUTE, self._written[layer])
-        if step.appended[0].place is Place.FRESH and self._fresh_free[self._turn[layer]] is not None:
-            self._backend.wait(Stream.COMPUTE, self._fresh_free[self._turn[layer]])
-        if step.carried_page is not None:
-            window, fresh = self._windows[layer], self._fresh_pool(layer)
-            self._backend.copy_page(window.array, step.carried_page % window.num_slots, fresh.array, 0)
+        self._make_room(layer, step)
         runs = tuple(self._run(layer, segment) for segment in step.appended)
-        self._backend.append(projected, position, runs, self.formats[layer], first_position)
+        self._backend.append(projected, position, runs, self.formats[layer], first_position, q)
+        self._write_through(layer, step)
+
+    def append_and_walk(self, layer: int) -> Iterator[PageRun]:
+        """Around a single token's attention, which appends it: the runs as `walk` gives them. The last one holds the page that takes the new cell,
+        for that page is the newest and a single cell never passes through fresh slots. Take all of them."""
+        step = self._steps[layer]
+        self._make_room(layer, step)
+        for run, _ in self.walk(layer):
+            yield run
         self._write_through(layer, step)
 
     def walk(self, layer: int) -> Iterator[tuple[PageRun, bool]]:
@@ -117,32 +128,45 @@ class KVCache:
             if segment.place is not Place.TAIL:
                 yield self._run(layer, segment), segment is visible[-1]
                 continue
-            while self._used < len(self._pieces) and self._pieces[self._used].layer == layer:
-                piece = self._pieces[self._used]
-                self._backend.wait(Stream.COMPUTE, self._filled.pop(self._used))
-                yield self._staged(piece), False
+            while self._walked and self._walked[0].layer == layer:
+                piece = self._walked.popleft()
+                self._await_piece(piece)
+                yield self._ring_run(piece), False
+                del self._staged[piece.slot]
                 self._slot_free[piece.slot] = self._backend.record(Stream.COMPUTE)
-                self._used += 1
                 self._issue_copies()
+
+    def _make_room(self, layer: int, step: StepPages) -> None:
+        """Orders COMPUTE behind what still reads the slots that the new cells go to."""
+        if layer in self._written:
+            self._backend.wait(Stream.COMPUTE, self._written[layer])
+        if step.appended[0].place is Place.FRESH and self._fresh_free[self._turn[layer]] is not None:
+            self._backend.wait(Stream.COMPUTE, self._fresh_free[self._turn[layer]])
+        if step.carried_page is not None:
+            window, fresh = self._windows[layer], self._fresh_pool(layer)
+            self._backend.copy_page(window.array, step.carried_page % window.num_slots, fresh.array, 0)
 
     # -- a step that can be recorded ---------------------------------------------------------------------------------------------
     def settle(self) -> None:
         """Orders COMPUTE behind every copy so far, so that a recorded step need not wait for anything outside it."""
         for event in (*self._written.values(), *(event for event in self._fresh_free if event is not None)):
             self._backend.wait(Stream.COMPUTE, event)
+        self._await_staged()
         self._written.clear()
         self._slot_free.clear()
         self._fresh_free = [None, None]
 
     @contextmanager
     def isolated(self) -> Iterator[None]:
-        """Around one step behind `settle`: its copies begin behind COMPUTE and have ended when COMPUTE goes on."""
+        """Around one step behind `settle`: its copies begin behind COMPUTE and have ended when COMPUTE goes on. So have the first copies of the next
+        step, which therefore takes the ring as this one does."""
         copies = self._ring_shape is not None
         if copies:
             self._backend.wait(Stream.COPY_IN, self._backend.record(Stream.COMPUTE))
         yield
         if copies:
             self._backend.wait(Stream.COMPUTE, self._backend.record(Stream.COPY_IN))
+            self._staged = {slot: (piece, None) for slot, (piece, _) in self._staged.items()}
         self._slot_free.clear()
 
     def mark_ring_busy(self) -> None:
@@ -151,18 +175,45 @@ class KVCache:
             self._slot_free = dict.fromkeys(range(self._ring_shape.num_slots), self._backend.record(Stream.COMPUTE))
 
     # -- copies ----------------------------------------------------------------------------------------------------------------
+    def _begin(self, pieces: tuple[Piece, ...]) -> None:
+        """A step walks these pieces. What the step before staged stays if it is the first of them."""
+        staged = [piece for piece, _ in self._staged.values()]
+        if staged != list(pieces[: len(staged)]):
+            self._await_staged()  # later work may write to the pages that these copies read
+            self._staged.clear()
+        self._walked, self._queue = deque(pieces), deque(pieces[len(self._staged) :])
+
+    def _await_piece(self, piece: Piece) -> None:
+        """Orders COMPUTE behind the copy of a piece, and of those that follow in half a ring, if it is not yet: a wait costs 5 us of a recorded step,
+        and where the link is not the limit they are there."""
+        assert self._ring_shape is not None
+        if self._staged[piece.slot][1] is None:
+            return
+        coming = [other for other, filled in self._staged.values() if filled is not None and (other == piece or other in self._walked)]
+        together = coming[: max(self._ring_shape.num_slots // 2, 1)]
+        self._backend.wait(Stream.COMPUTE, self._staged[together[-1].slot][1])  # copies end in their order
+        self._staged.update({other.slot: (other, None) for other in together})
+
+    def _await_staged(self) -> None:
+        for slot, (piece, filled) in self._staged.items():
+            if filled is not None:
+                self._backend.wait(Stream.COMPUTE, filled)
+                self._staged[slot] = piece, None
+
     def _issue_copies(self) -> None:
-        """Issues every copy whose slot has been given back: at most num_slots pieces ahead of the walk."""
-        while self._ring_shape and self._issued < len(self._pieces) and self._issued < self._used + self._ring_shape.num_slots:
-            piece = self._pieces[self._issued]
+        """Issues copies in their order as long as slots are free."""
+        while self._queue and self._queue[0].slot not in self._staged:
+            piece = self._queue.popleft()
             if piece.slot in self._slot_free:
                 self._backend.wait(Stream.COPY_IN, self._slot_free[piece.slot])
             if piece.layer in self._written:
                 self._backend.wait(Stream.COPY_IN, self._written[piece.layer])
-            self._backend.copy_in(self._staged(piece), self._tails[piece.layer])
-            self._filled[self._issued] = self._backend.record(Stream.COPY_IN)
+            self._backend.copy_in(self._ring_run(piece), self._tails[piece.layer])
+            self._staged[piece.slot] = piece, self._backend.record(Stream.COPY_IN)
             self.copied_in_bytes += piece.num_pages * self.formats[piece.layer].page_bytes
-            self._issued += 1
+
+    def _pieces(self, steps: tuple[StepPages, ...]) -> tuple[Piece, ...]:
+        return plan_pieces({index: steps[index].tail_pages for index in self._full}, self._ring_shape) if self._ring_shape else ()
 
     def _write_through(self, layer: int, step: StepPages) -> None:
         if not step.completed:
@@ -185,7 +236,7 @@ class KVCache:
         """Layers take turns with two pools, so that one layer's write-through runs beside the next layer's append."""
         return _Pool(self._fresh[self._turn[layer]].view((self._fresh_slots, self.formats[layer].page_bytes)), self._fresh_slots)
 
-    def _staged(self, piece: Piece) -> PageRun:
+    def _ring_run(self, piece: Piece) -> PageRun:
         assert self._ring is not None and self._ring_shape is not None
         slots = self._ring_shape.num_slots * self._ring_shape.slot_pages
         pool = _Pool(self._ring.view((slots, self.formats[piece.layer].page_bytes)), slots)

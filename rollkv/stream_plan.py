@@ -3,12 +3,13 @@
 Three orderings keep it right, and kv_cache.py turns each into one event:
   written before copied    the write-through of a page ends before the page is copied in (it ended in an earlier step)
   copied before read       attention over a piece waits for the piece's *filled* event
-  read before reused       the copy of piece i + num_slots waits for the *free* event of piece i, which uses the same slot
+  read before reused       a piece's copy waits for the *free* event of the piece that its slot held before
 
-The copy of piece i + num_slots is issued right behind the attention over piece i, whatever layers the two belong to: so the copy stream
-runs ahead of compute by num_slots pieces, across layers.
+A piece is copied as soon as its slot is free, whatever layers it and the slot's last piece belong to: so the copy stream runs ahead of compute
+by as many pieces as there are slots, across layers and, while decoding, into the next step, whose pieces take the same slots.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rollkv.pages import pages_for
@@ -32,17 +33,30 @@ class Piece:
     slot: int
 
 
-def plan_pieces(layer_tails: dict[int, int], ring: RingShape, first_slot: int = 0) -> tuple[Piece, ...]:
-    """Pieces of one step in the order of their use. layer_tails: tail pages by layer, in layer order; first_slot: where the last step ended.
+def plan_pieces(layer_tails: dict[int, int], ring: RingShape) -> tuple[Piece, ...]:
+    """Pieces of one step in the order of their use. layer_tails: tail pages by layer, in layer order.
 
     A layer's tail is cut into as few pieces as the slots allow, of sizes that differ by at most one page: equal pieces keep the link even.
     """
-    pieces: list[Piece] = []
-    for layer, tail in layer_tails.items():
-        count = pages_for(tail, ring.slot_pages)
-        begin = 0
-        for index in range(count):
-            size = tail // count + (1 if index < tail % count else 0)
-            pieces.append(Piece(layer, begin, size, (first_slot + len(pieces)) % ring.num_slots))
-            begin += size
-    return tuple(pieces)
+    sizes = [
+        (layer, begin, size) for layer, tail in layer_tails.items() for begin, size in _even_parts(tail, pages_for(tail, ring.slot_pages))
+    ]
+    slots = _turns(len(sizes), ring.num_slots)
+    return tuple(Piece(*size, slot) for size, slot in zip(sizes, slots, strict=True))
+
+
+def _even_parts(total: int, count: int) -> Iterator[tuple[int, int]]:
+    """(begin, size) of `count` parts of 0 .. total - 1."""
+    begin = 0
+    for index in range(count):
+        size = total // count + (1 if index < total % count else 0)
+        yield begin, size
+        begin += size
+
+
+def _turns(count: int, num_slots: int) -> Iterator[int]:
+    """Slots of a step's pieces, so that a piece and the next in its slot are as far apart as can be, also where the next step begins again: the
+    pieces of an incomplete last turn take the middle slots."""
+    whole = count - count % num_slots
+    first = 0 if whole == 0 else (num_slots - count % num_slots) // 2
+    return (index % num_slots if index < whole else first + index - whole for index in range(count))

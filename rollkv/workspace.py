@@ -14,15 +14,16 @@ SLAB_BYTES = 64 << 20
 GEMM_WORKSPACE_BYTES = 32 << 20  # what cuBLAS asks for on Hopper; less would rule out some of its kernels
 STATE_EXTRA = 8  # floats of running attention state a head beside its outputs
 CHOICE_BLOCK = 1024  # tokens that a block of the choice looks at
-CHOICE_SEARCH_BYTES = 49_176  # two histograms of 2048 bins of a sum and a count, and what is known so far
+CHOICE_SEARCH_BYTES = 123_024  # five histograms of 2048 bins of a sum and a count, and what is known before each and in the end
 
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """Shape and type of one working array."""
+    """Shape and type of one working array; zeroed: it begins as zeros, int32."""
 
     shape: tuple[int, ...]
     dtype: Dtype
+    zeroed: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -48,7 +49,7 @@ def workspace_arrays(config: ModelConfig, cache: CacheConfig) -> dict[str, Array
         "position": ArraySpec((1,), "i32"),
         "outcome": ArraySpec((2,), "i32"),  # of a choice: the id, and how many logits were not finite
         "hidden": ArraySpec((rows, config.hidden_size), "f32"),
-        "q": ArraySpec((rows, max(layer.num_heads * layer.key_dim for layer in layers)), "f32"),
+        "q": ArraySpec((rows, max(layer.num_heads * max(layer.key_dim, layer.value_dim) for layer in layers)), "f32"),
         "qkv": ArraySpec((rows, max(max(qkv_columns(layer), layer.num_heads * layer.value_dim) for layer in layers)), "f32"),
         "feed_forward": ArraySpec((rows, 2 * config.ffn_size), "f32"),
         "logits": ArraySpec((min(rows, MAX_FEW_ROWS), config.vocab_size), "f32"),
@@ -65,6 +66,7 @@ def workspace_arrays(config: ModelConfig, cache: CacheConfig) -> dict[str, Array
     parts_v = max(_visible_pages(layer.sliding_window, cache) * layer.num_heads * layer.value_dim for layer in layers)
     arrays["attention.part_out"] = ArraySpec((parts_v,), "f32")
     arrays["attention.part_lse"] = ArraySpec((parts,), "f32")
+    arrays["attention.arrivals"] = ArraySpec((max(layer.num_heads for layer in layers),), "i32", zeroed=True)
     return arrays
 
 

@@ -56,10 +56,10 @@ class RaceDetector(HostBackend):
             self._run(Stream.COMPUTE, run, write=True)
         super().append(projected, position, runs, *rest)
 
-    def attend_rows(self, q: Any, position: Any, run: PageRun, *rest: Any) -> None:
+    def attend_step(self, projected: Any, position: Any, run: PageRun, *rest: Any) -> None:
         self._begin(Stream.COMPUTE)
         self._run(Stream.COMPUTE, run, write=False)
-        super().attend_rows(q, position, run, *rest)
+        super().attend_step(projected, position, run, *rest)  # which appends by `append`
 
     def attend_tile(self, q: Any, position: Any, run: PageRun, *rest: Any, **flags: Any) -> None:
         self._begin(Stream.COMPUTE)

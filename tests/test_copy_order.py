@@ -73,3 +73,22 @@ def test_rings_of_any_shape_give_the_same_bits(model: str) -> None:
     for other in rows[1:]:
         for got, want in zip(other, rows[0], strict=True):
             assert (got == want).all()
+
+
+@pytest.mark.parametrize("window", [1, 3])
+def test_the_end_of_a_step_stages_the_next(window: int) -> None:
+    """Its first pieces are on their way before it begins, unless a page has just been completed, which it may find in the tail."""
+    tokens = engines.fixture("qwen3")["tokens"].tolist()
+    with engines.host_engine("qwen3", engines.cache(160, window=window * PAGE), ring=RingShape(2, 1)) as engine:
+        engine.prefill(tokens[:105])
+        staged = []
+        for token in tokens[105:]:
+            engine.decode(token)
+            if engine.position < 160:
+                completed = any(step.completed for step in engine._cache.plan(engine.position - 1, 1))
+                staged.append((completed, engine._cache.is_staged(engine._cache.plan(engine.position, 1))))
+        assert set(staged) == {(True, False), (False, True)}
+        engine.fill_random(0, 0)
+        engine.reset()
+        engine.fill_random(105, 0)
+        assert not engine._cache.is_staged(engine._cache.plan(105, 1))

@@ -34,9 +34,6 @@ class Recording(race_detector.RaceDetector):
     def release(self, graph: Any) -> None:
         pass
 
-    def append(self, projected: Any, position: Any, runs: Any, page: Any, first_position: int) -> None:
-        super().append(projected, position, runs, page, int(position.values[0]))  # a recorded step knows the device's position alone
-
     def choose(self, *operands: Any) -> None:
         self.choices += 1
         super().choose(*operands)

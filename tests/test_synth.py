@@ -102,9 +102,9 @@ class DroppedPage(HostBackend):
     def _page_parts(self, *args: object) -> Iterator[object]:  # type: ignore[override]
         return (part for part in super()._page_parts(*args) if part[0] != self.page)  # type: ignore[arg-type]
 
-    def merge_rows(self, part_out, part_lse, num_parts, layer, out) -> None:  # type: ignore[no-untyped-def]
-        part_out.values[self.page], part_lse.values[self.page] = 0, -np.inf
-        super().merge_rows(part_out, part_lse, num_parts, layer, out)
+    def _merged(self, part_out: np.ndarray, part_lse: np.ndarray) -> np.ndarray:
+        part_out[self.page], part_lse[self.page] = 0, -np.inf
+        return super()._merged(part_out, part_lse)
 
 
 class ShiftedValues(HostBackend):
@@ -127,8 +127,8 @@ class LatePositions(HostBackend):
 class FirstPartOnly(HostBackend):
     """Decode forgets to merge."""
 
-    def merge_rows(self, part_out, part_lse, num_parts, layer, out) -> None:  # type: ignore[no-untyped-def]
-        super().merge_rows(part_out, part_lse, 1, layer, out)
+    def _merged(self, part_out: np.ndarray, part_lse: np.ndarray) -> np.ndarray:
+        return super()._merged(part_out[:1], part_lse[:1])
 
 
 def test_damaged_attention_misses() -> None:

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 
 import numpy as np
 
-from rollkv.backend import PageRun, Projected, RmsNorm
+from rollkv.backend import PageRun, PartStates, Projected, RmsNorm
 from rollkv.config import Dtype, LayerConfig, PageFormat, RopeConfig, SamplingParams
 from rollkv.cuda import gemm
 from rollkv.cuda.device import DeviceArray, Launcher
@@ -114,25 +114,25 @@ class Operations(ABC):
             constants = self._ropes[rope] = self.upload("rope frequencies", frequency.view(np.uint8)), magnitude
         rope_table.rope_table(self.launcher, position, constants[0], out, magnitude=constants[1])
 
-    def append(self, projected: Projected, position: DeviceArray, runs: tuple[PageRun, ...], page: PageFormat, first_position: int) -> None:
-        qkv_append.qkv_append(self.launcher, projected, position, runs, page, first_position)
+    def append(
+        self, projected: Projected, position: DeviceArray, runs: tuple[PageRun, ...], page: PageFormat, first_position: int, q: DeviceArray
+    ) -> None:
+        qkv_append.qkv_append(self.launcher, projected, position, runs, page, first_position, q)
 
-    def attend_rows(
+    def attend_step(
         self,
-        q: DeviceArray,
+        projected: Projected,
         position: DeviceArray,
         run: PageRun,
-        base_page: int,
-        layer: LayerConfig,
         page: PageFormat,
         scale: float,
-        part_out: DeviceArray,
-        part_lse: DeviceArray,
+        parts: PartStates,
+        out: DeviceArray,
     ) -> None:
-        attn_decode.attend_rows(self.launcher, q, position, run, base_page, layer, page, scale, part_out, part_lse)
-
-    def merge_rows(self, part_out: DeviceArray, part_lse: DeviceArray, num_parts: int, layer: LayerConfig, out: DeviceArray) -> None:
-        attn_merge.merge_rows(self.launcher, part_out, part_lse, num_parts, layer, out)
+        attn_decode.attend_step(self.launcher, projected, position, run, page, scale, parts, out)
+        ended = run.first_page + run.num_pages == parts.first_page + parts.num_parts
+        if ended and parts.num_parts > attn_decode.MERGED_WITHIN:
+            attn_merge.merge_parts(self.launcher, parts.out, parts.lse, parts.num_parts, projected.layer, out)
 
     def attend_tile(
         self,

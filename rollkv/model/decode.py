@@ -50,7 +50,7 @@ class Decoder:
         repeats = pages == self._last and not any(layer.completed for layer in pages)
         if repeats and model.backend.can_record and not self._has(pages, sampling):
             self._record(pages, sampling, run)
-        if self._recorded is not None and self._has(pages, sampling):
+        if self._recorded is not None and self._has(pages, sampling) and cache.is_staged(pages):
             model.backend.replay(self._recorded.graph)
             cache.mark_ring_busy()
             cache.copied_in_bytes += self._recorded.copied_in_bytes

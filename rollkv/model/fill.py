@@ -31,8 +31,8 @@ def append_random(model: Model, position: int, num_tokens: int, draw: np.random.
             values: np.ndarray = np.zeros(qkv.shape, np.float32)
             values[:, q.shape[1] :] = drawn[:, : _kv_columns(layer)]
             backend.write(qkv, values)
-        projected = Projected(qkv, q, layer, None, None, step.tables[layer.rope])
-        model.cache.append(index, projected, step.position_array, position)
+        projected = Projected(qkv, layer, None, None, step.tables[layer.rope])
+        model.cache.append(index, projected, step.position_array, position, q)
 
 
 def _kv_columns(layer: LayerConfig) -> int:

@@ -1,7 +1,8 @@
 """Every kind of step that a run can take, gone through on a backend that issues nothing, so that it learns what to load for them.
 
 Layers that are alike are gone through once. Steps take each power of two up to the ubatch, and the ubatch: kernels and products are chosen
-by ranges of rows, and a prompt's last ubatch has any number of them.
+by ranges of rows, and a prompt's last ubatch has any number of them. A single token is taken behind each power of two of cells, and behind all:
+its kernels are chosen by ranges of pages.
 """
 
 from collections.abc import Mapping
@@ -14,11 +15,11 @@ from rollkv.budget import plan_budget
 from rollkv.config import CacheConfig, ModelConfig, SamplingParams
 from rollkv.gguf_header import TensorData
 from rollkv.kv_cache import KVCache
-from rollkv.model.forward import enter, forward, logits
-from rollkv.model.step import Model
+from rollkv.model.forward import choose, enter, forward, logits
+from rollkv.model.step import Model, take_workspace
 from rollkv.model_config import required_tensors
 from rollkv.weights import load_weights
-from rollkv.workspace import MAX_FEW_ROWS, SLAB_BYTES, ropes_of, widest_added, widest_input, workspace_arrays
+from rollkv.workspace import MAX_FEW_ROWS, SLAB_BYTES, ropes_of, widest_added, widest_input
 
 
 def rehearse(backend: Backend, config: ModelConfig, cache: CacheConfig, tensors: Mapping[str, TensorData]) -> None:
@@ -30,15 +31,15 @@ def rehearse(backend: Backend, config: ModelConfig, cache: CacheConfig, tensors:
     few = replace(config, layers=tuple(config.layers[index] for index in kept))
     resident = replace(cache, residency="full", window_cells=None)
     pages = KVCache(backend, few, resident, plan_budget(few, resident, {}, {}))
-    workspace = {name: backend.empty(name, spec.shape, spec.dtype) for name, spec in workspace_arrays(few, cache).items()}
     weights = replace(weights, layers=tuple(weights.layers[index] for index in kept))
-    model = Model(backend, few, weights, pages, workspace, ropes_of(few))
-    for tokens in sorted({rows, *(1 << n for n in range(rows.bit_length()))}):
-        hidden = forward(model, enter(model, np.zeros(tokens, np.int32), 0))
+    model = Model(backend, few, weights, pages, take_workspace(backend, few, cache), ropes_of(few))
+    steps = [(tokens, 0) for tokens in sorted({rows, *(1 << n for n in range(rows.bit_length()))})]
+    steps += [(1, cells - 1) for cells in sorted({cache.ctx_size, *(1 << n for n in range(cache.ctx_size.bit_length()))})]
+    for tokens, position in steps:
+        hidden = forward(model, enter(model, np.zeros(tokens, np.int32), position))
         rows_out = logits(model, hidden.rows(min(tokens, MAX_FEW_ROWS)))
-    sequence, outcome = backend.empty("sequence", (1,), "i32"), backend.empty("outcome", (2,), "i32")
     for sampling in (SamplingParams(), SamplingParams(temperature=1.0, top_p=0.5)):  # greedy, and all that any other takes
-        backend.choose(rows_out.rows(1), sampling, sequence, workspace["position"], outcome, workspace["choice.scratch"])
+        choose(model, rows_out.rows(1), sampling)
 
 
 def _different_layers(config: ModelConfig, tensors: Mapping[str, TensorData]) -> list[int]:

@@ -2,10 +2,21 @@
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from rollkv.backend import Array, Backend
-from rollkv.config import ModelConfig, RopeConfig
+from rollkv.config import CacheConfig, ModelConfig, RopeConfig
 from rollkv.kv_cache import KVCache
 from rollkv.weights import ModelWeights
+from rollkv.workspace import workspace_arrays
+
+
+def take_workspace(backend: Backend, config: ModelConfig, cache: CacheConfig) -> dict[str, Array]:
+    """Device memory for the working arrays of workspace.py, by name."""
+    return {
+        name: backend.upload(name, np.zeros(spec.shape, np.int32)) if spec.zeroed else backend.empty(name, spec.shape, spec.dtype)
+        for name, spec in workspace_arrays(config, cache).items()
+    }
 
 
 @dataclass(frozen=True)

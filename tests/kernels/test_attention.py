@@ -1,16 +1,19 @@
-"""Decode, merge and prefill attention against the float64 oracle; equal bits however pages and queries are divided into launches.
+"""Attention of a decode step and of prefill against the float64 oracle; equal bits however pages and queries are divided into launches.
 
-Cells after the newest, cells that have left the sliding window and unused slots hold NaN, outputs and partial states begin as NaN.
+Cells after the newest, cells that have left the sliding window and unused slots hold NaN, outputs and partial states begin as NaN. The newest cell
+is NaN too before a decode step, which appends it.
 """
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from oracle_attention import Cache, attend, make_cache, make_layer, relative_error
-from rollkv.backend import PageFormat
-from rollkv.config import LayerConfig
+from oracle_attention import Cache, attend, decode, make_cache, make_layer, page_views, relative_error
+from rollkv import reference
+from rollkv.backend import PageFormat, PageRun, PartStates, Projected, RmsNorm, Stream
+from rollkv.config import LayerConfig, RopeConfig
 from rollkv.cuda.device import DeviceArray
 from rollkv.cuda.kernels import attn_decode, attn_merge, attn_prefill
 from rollkv.cuda.nvrtc import ARCHS, KernelError, arch_name
@@ -43,6 +46,16 @@ DECODE = [
     (13, 1, 128, 128, "f16", "f16", 256, 600, None, "two"),
     (7, 1, 192, 192, "f16", "f16", 256, 300, 90, "shuffled"),
     (3, 1, 192, 192, "bf16", "bf16", 256, 300, None, "ring"),
+    (4, 2, 64, 64, "f16", "f16", 256, 16 * 256, None, "two"),  # from here on as many parts as a block merges, and more
+    (5, 2, 128, 128, "f16", "f16", 256, 16 * 256 + 1, None, "shuffled"),
+    (8, 1, 256, 256, "f16", "f16", 256, 9000, None, "two"),
+    (9, 1, 192, 192, "f16", "f16", 256, 9000, 5000, "ring"),
+    (5, 1, 64, 64, "f16", "f16", 256, 12000, None, "two"),
+    (8, 1, 128, 128, "f16", "f16", 256, 11000, None, "shuffled"),
+    (4, 1, 192, 192, "f16", "f16", 256, 10500, None, "two"),
+    (12, 1, 256, 256, "f16", "f16", 256, 11009, 10800, "ring"),
+    (3, 2, 64, 64, "f16", "f16", 16, 16 * 47, None, "two"),
+    (12, 1, 80, 96, "bf16", "f32", 16, 16 * 300 + 7, None, "shuffled"),
 ]
 # ..., cells already there (position), tokens, sliding_window, places
 PREFILL = [
@@ -79,26 +92,75 @@ PREFILL = [
 ]
 
 
+NO_ROTATION = DeviceArray(4096, (1, 0, 2), "f32")  # a table without pairs
+
+
 def poisoned(cuda: Any, label: str, shape: tuple[int, ...]) -> Any:
     return cuda.upload(label, np.full(shape, np.nan, np.float32))
 
 
-def run_decode(
-    cuda: Any, cache: Cache, pools: list[Any], q: np.ndarray, layer: LayerConfig, scale: float, cuts: tuple[int, ...], base_page: int = 0
+def project(cuda: Any, q: np.ndarray, cache: Cache, layer: LayerConfig) -> Projected:
+    """A product that gives these queries, f32 [1, H*Dk], and the cache's last cell as they are: no norm, no rotation."""
+    k, v = (x[-1].astype(np.float32).reshape(1, -1) for x in (cache.keys, cache.values))
+    return Projected(cuda.upload("qkv", np.concatenate([q, k, v], axis=1)), layer, None, None, NO_ROTATION)
+
+
+@dataclass
+class StepMemory:
+    """Everything that a step writes, poisoned, and read back."""
+
+    cuda: Any
+    layer: LayerConfig
+    first_page: int
+    num_parts: int
+
+    def __post_init__(self) -> None:
+        layer = self.layer
+        self.part_out = poisoned(self.cuda, "part_out", (self.num_parts + 1, layer.num_heads, layer.value_dim))
+        self.part_lse = poisoned(self.cuda, "part_lse", (self.num_parts + 1, layer.num_heads))
+        self.arrivals = self.cuda.upload("arrivals", np.zeros(layer.num_heads, np.int32))
+        self.out = poisoned(self.cuda, "out", (1, layer.num_heads * layer.value_dim))
+
+    @property
+    def parts(self) -> PartStates:
+        return PartStates(
+            self.first_page, self.num_parts, self.part_out.rows(self.num_parts), self.part_lse.rows(self.num_parts), self.arrivals
+        )
+
+    def read(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(out [H, Dv], part_out, part_lse), behind a look at what must be as it was."""
+        part_out, part_lse = self.cuda.read(self.part_out), self.cuda.read(self.part_lse)
+        assert np.isnan(part_out[self.num_parts]).all() and np.isnan(part_lse[self.num_parts]).all()
+        assert (self.cuda.read(self.arrivals) == 0).all()
+        return self.cuda.read(self.out).reshape(self.layer.num_heads, -1), part_out[: self.num_parts], part_lse[: self.num_parts]
+
+
+def run_step(
+    cuda: Any,
+    cache: Cache,
+    q: np.ndarray,
+    layer: LayerConfig,
+    scale: float,
+    cuts: tuple[int, ...] = (),
+    first_page: int = 0,
+    repeats: int = 1,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(merged out [H, Dv], part_out, part_lse)."""
-    num_parts = cache.num_pages - base_page
-    part_out = poisoned(cuda, "part_out", (num_parts + 1, layer.num_heads, layer.value_dim))
-    part_lse = poisoned(cuda, "part_lse", (num_parts + 1, layer.num_heads))
-    out = poisoned(cuda, "out", (1, layer.num_heads * layer.value_dim))
-    position = cuda.upload("position", np.array([cache.keys.shape[0] - 1], np.int32))
-    queries = cuda.upload("q", q)
-    for run in cache.runs(pools, cuts, base_page):
-        cuda.attend_rows(queries, position, run, base_page, layer, cache.page, scale, part_out, part_lse)
-    cuda.merge_rows(part_out, part_lse, num_parts, layer, out)
-    parts = cuda.read(part_out), cuda.read(part_lse)
-    assert np.isnan(parts[0][num_parts:]).all() and np.isnan(parts[1][num_parts:]).all()
-    return cuda.read(out).reshape(layer.num_heads, layer.value_dim), parts[0][:num_parts], parts[1][:num_parts]
+    """(out [H, Dv], part_out, part_lse) of a step that appends the cache's last cell. The pages must hold exactly the cache's cells then."""
+    newest = cache.keys.shape[0] - 1
+    pool, slot = cache.places[newest // cache.page.page_cells]
+    before = [x.copy() for x in cache.pools]
+    for cells in page_views(before[pool][slot], cache.page):
+        cells[:, newest % cache.page.page_cells] = 0xFF
+    pools = [cuda.upload(f"pool {i}", x) for i, x in enumerate(before)]
+    memory = StepMemory(cuda, layer, first_page, cache.num_pages - first_page)
+    position = cuda.upload("position", np.array([newest], np.int32))
+    projected = project(cuda, q, cache, layer)
+    for _ in range(repeats):
+        for run in cache.runs(pools, cuts, first_page):
+            cuda.attend_step(projected, position, run, cache.page, scale, memory.parts, memory.out)
+    for after, wanted in zip(pools, cache.pools, strict=True):
+        np.testing.assert_array_equal(cuda.read(after), wanted)
+    return memory.read()
 
 
 def assert_close(out: np.ndarray, variant: str, *oracle: Any, lse: np.ndarray | None = None, float_error: float = FLOAT_ERROR) -> None:
@@ -116,7 +178,7 @@ def assert_close(out: np.ndarray, variant: str, *oracle: Any, lse: np.ndarray | 
 
 @gpu
 @pytest.mark.parametrize("case", DECODE)
-def test_decode_equals_the_oracle_and_every_division_into_launches(cuda: Any, case: tuple[Any, ...]) -> None:
+def test_a_step_equals_the_oracle_and_every_division_into_launches(cuda: Any, case: tuple[Any, ...]) -> None:
     group, kv_heads, key_dim, value_dim, key_type, value_type, page_cells, cells, window, places = case
     page = PageFormat(kv_heads, key_dim, value_dim, key_type, value_type, page_cells)
     layer = make_layer(group * kv_heads, kv_heads, key_dim, value_dim, window)
@@ -124,13 +186,12 @@ def test_decode_equals_the_oracle_and_every_division_into_launches(cuda: Any, ca
     cache = make_cache(rng, page, cells, places=places, first_visible=max(cells - window, 0) if window else 0)
     q = (rng.standard_normal((1, layer.num_heads * key_dim)) * 3).astype(np.float32)
     scale = 1 / np.sqrt(key_dim)
-    pools = [cuda.upload(f"pool {i}", x) for i, x in enumerate(cache.pools)]
-    out, part_out, part_lse = run_decode(cuda, cache, pools, q, layer, scale, ())
+    out, part_out, part_lse = run_step(cuda, cache, q, layer, scale)
 
     exact_q = q.reshape(1, layer.num_heads, key_dim).astype(np.float64)
     kernel = attn_decode.variant(layer, page)
     assert_close(out, kernel, exact_q, cache.keys, cache.values, cells - 1, scale, window)
-    for number in range(cache.num_pages):
+    for number in range(cache.num_pages if cache.num_pages > 1 else 0):
         s = slice(number * page_cells, (number + 1) * page_cells)
         if window and s.stop <= cells - window:
             assert (part_out[number] == 0).all() and (part_lse[number] == -np.inf).all()
@@ -138,22 +199,85 @@ def test_decode_equals_the_oracle_and_every_division_into_launches(cuda: Any, ca
             oracle = (exact_q, cache.keys[s], cache.values[s], cells - 1, scale, window, s.start)
             assert_close(part_out[number], kernel, *oracle, lse=part_lse[number])
 
-    for cuts in {tuple(range(1, cache.num_pages)), (cache.num_pages // 2,), tuple(range(1, cache.num_pages, 3))}:
-        again = run_decode(cuda, cache, pools, q, layer, scale, cuts)
+    divisions = {(), (cache.num_pages // 2,), (1, 15, 18), tuple(range(1, cache.num_pages, 3))}
+    if cache.num_pages < 100:
+        divisions.add(tuple(range(1, cache.num_pages)))
+    for cuts in divisions:
+        again = run_step(cuda, cache, q, layer, scale, cuts, repeats=2)
         for x, y in zip((out, part_out, part_lse), again, strict=True):
             np.testing.assert_array_equal(x, y)
 
 
 @gpu
-def test_decode_from_a_later_base_page(cuda: Any) -> None:
+def test_a_step_from_a_later_page_on(cuda: Any) -> None:
     """A sliding layer's runs begin where the window does; the parts are counted from there."""
     page, layer = PageFormat(2, 64, 64, "f16", "f16", 32), make_layer(6, 2, 64, 64, 70)
     rng = np.random.default_rng(3)
     cache = make_cache(rng, page, 203, places="two", first_visible=133)
     q = rng.standard_normal((1, 6 * 64)).astype(np.float32)
-    pools = [cuda.upload(f"pool {i}", x) for i, x in enumerate(cache.pools)]
-    out, _, _ = run_decode(cuda, cache, pools, q, layer, 0.125, (5,), base_page=133 // 32)
+    out, _, _ = run_step(cuda, cache, q, layer, 0.125, (5,), first_page=133 // 32)
     assert_close(out, "float32", q.reshape(1, 6, 64).astype(np.float64), cache.keys, cache.values, 202, 0.125, 70)
+
+
+@gpu
+@pytest.mark.parametrize(("group", "dim", "cells"), [(2, 64, 9300), (4, 128, 9300), (12, 256, 5000)])
+def test_where_pages_lie_changes_no_bit(cuda: Any, group: int, dim: int, cells: int) -> None:
+    page, layer = PageFormat(2, dim, dim, "f16", "f16", 256), make_layer(2 * group, 2, dim, dim)
+    q = np.random.default_rng([9, dim]).standard_normal((1, 2 * group * dim)).astype(np.float32)
+    first, *others = (
+        run_step(cuda, make_cache(np.random.default_rng(10), page, cells, places=places), q, layer, 0.1, cuts)
+        for places, cuts in (("ring", ()), ("two", ()), ("shuffled", ()), ("two", (3, 4, 30)))
+    )
+    for other in others:
+        for x, y in zip(first, other, strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
+@gpu
+@pytest.mark.parametrize("style", ["halves", "interleaved"])
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(
+    ("group", "key_dim", "value_dim", "key_type", "value_type", "rope_dim"),
+    [
+        (4, 64, 64, "f16", "f16", 64),
+        (8, 128, 128, "f16", "f16", 128),
+        (5, 128, 128, "f16", "f16", 96),
+        (13, 192, 192, "f16", "f16", 192),
+        (16, 256, 256, "f16", "f16", 256),
+        (2, 80, 96, "bf16", "f32", 6),
+        (11, 96, 80, "f32", "bf16", 96),
+        (3, 64, 64, "f16", "f16", 64),
+    ],
+)
+def test_a_step_finishes_its_rows_as_append_does(
+    cuda: Any, group: int, key_dim: int, value_dim: int, key_type: str, value_type: str, rope_dim: int, normed: bool, style: Any
+) -> None:
+    """The same bytes in the page as `append` leaves, and the same attention as over queries that `append` finished."""
+    rng, kv_heads, position = np.random.default_rng([11, group, key_dim, normed]), 2, 700
+    page = PageFormat(kv_heads, key_dim, value_dim, key_type, value_type, 256)  # type: ignore[arg-type]
+    layer = replace(make_layer(group * kv_heads, kv_heads, key_dim, value_dim), rope=RopeConfig(rope_dim, style))
+    cache = make_cache(rng, page, position, places="ring")
+    qkv = (rng.standard_normal((1, layer.num_heads * key_dim + kv_heads * (key_dim + value_dim))) * 2).astype(np.float32)
+    norms = [RmsNorm(cuda.upload("norm", rng.standard_normal(key_dim).astype(np.float32)), 1e-6) if normed else None for _ in range(2)]
+    table = cuda.upload("table", reference.rope_table(layer.rope, position, 1).astype(np.float32))
+    projected = Projected(cuda.upload("qkv", qkv), layer, *norms, table)
+    at, q = cuda.upload("position", np.array([position], np.int32)), poisoned(cuda, "q", (1, layer.num_heads * key_dim))
+
+    appended, stepped = (cuda.upload("pool", cache.pools[0]) for _ in range(2))
+    run = cache.runs([appended])[0]
+    cuda.append(projected, at, (run,), page, position, q)
+    memory = StepMemory(cuda, layer, 0, run.num_pages)
+    cuda.attend_step(projected, at, replace(run, pool=stepped), page, 0.1, memory.parts, memory.out)
+    np.testing.assert_array_equal(cuda.read(stepped), cuda.read(appended))
+
+    # Queries that `append` finished, and the key as it stored it, pass a step without norm and rotation as they are.
+    slot, cell = cache.places[-1][1], position % page.page_cells
+    key = decode(page_views(cuda.read(appended)[slot], page)[0][:, cell], key_type).astype(np.float32).reshape(1, -1)
+    finished = cuda.upload("qkv", np.concatenate([cuda.read(q), key, qkv[:, -kv_heads * value_dim :]], axis=1))
+    plain = StepMemory(cuda, layer, 0, run.num_pages)
+    cuda.attend_step(Projected(finished, layer, None, None, NO_ROTATION), at, run, page, 0.1, plain.parts, plain.out)
+    for x, y in zip(memory.read(), plain.read(), strict=True):
+        np.testing.assert_array_equal(x, y)
 
 
 @gpu
@@ -169,15 +293,87 @@ def test_merge(cuda: Any, num_parts: int, value_dim: int) -> None:
     part_lse[:, 0] = -np.inf
     part_out[np.isinf(part_lse)] = np.nan
     part_lse[num_parts - 1, 4] = np.nan
-    out = poisoned(cuda, "out", (1, 5 * value_dim))
-    cuda.merge_rows(cuda.upload("part_out", part_out), cuda.upload("part_lse", part_lse), num_parts, layer, out)
+    out, parts = poisoned(cuda, "out", (1, 5 * value_dim)), (cuda.upload("part_out", part_out), cuda.upload("part_lse", part_lse))
+    attn_merge.merge_parts(cuda.launcher, *parts, num_parts, layer, out)
     merged = cuda.read(out).reshape(5, value_dim)
     weights = np.exp(part_lse[:, 1:4].astype(np.float64) - part_lse[:, 1:4].max(axis=0))
-    parts = np.where(weights[..., None] > 0, part_out[:, 1:4], 0).astype(np.float64)
-    exact = (weights[..., None] * parts).sum(axis=0) / weights.sum(axis=0)[:, None]
+    states = np.where(weights[..., None] > 0, part_out[:, 1:4], 0).astype(np.float64)
+    exact = (weights[..., None] * states).sum(axis=0) / weights.sum(axis=0)[:, None]
     assert relative_error(merged[1:4], exact) < FLOAT_ERROR
     assert (merged[0] == 0).all()
     assert np.isnan(merged[4]).all()
+
+
+@gpu
+@pytest.mark.parametrize(
+    ("group", "dim", "page_cells", "cells"),
+    [(4, 64, 256, 3000), (5, 128, 256, 4096), (13, 256, 256, 300), (3, 64, 16, 250), (11, 96, 32, 512), (4, 192, 256, 2)],
+)
+def test_merging_in_a_kernel_of_its_own_gives_the_same_bits(cuda: Any, group: int, dim: int, page_cells: int, cells: int) -> None:
+    page, layer = PageFormat(2, dim, dim, "f16", "f16", page_cells), make_layer(2 * group, 2, dim, dim)  # type: ignore[arg-type]
+    cache = make_cache(np.random.default_rng(16), page, cells)
+    q = np.random.default_rng([17, dim]).standard_normal((1, 2 * group * dim)).astype(np.float32)
+    out, part_out, part_lse = run_step(cuda, cache, q, layer, 0.1)
+    if cache.num_pages == 1:  # the state is the result
+        part_out, part_lse = out[None], np.zeros((1, 2 * group), np.float32)
+    again = poisoned(cuda, "again", (1, 2 * group * dim))
+    parts = (cuda.upload("part_out", part_out), cuda.upload("part_lse", part_lse))
+    attn_merge.merge_parts(cuda.launcher, *parts, cache.num_pages, layer, again)
+    np.testing.assert_array_equal(cuda.read(again).reshape(out.shape), out)
+
+
+@gpu
+def test_what_is_not_a_number_is_not_hidden(cuda: Any) -> None:
+    """One NaN among the values of an old cell reaches its head's result through the merge, and no other head's."""
+    page, layer = PageFormat(2, 64, 64, "f16", "f16", 256), make_layer(8, 2, 64, 64)
+    cache = make_cache(np.random.default_rng(12), page, 5000)
+    pool, slot = cache.places[3]
+    page_views(cache.pools[pool][slot], page)[1][1, 17, :2] = 0xFF
+    q = np.random.default_rng(13).standard_normal((1, 8 * 64)).astype(np.float32)
+    out, _, _ = run_step(cuda, cache, q, layer, 0.125)
+    assert np.isnan(out[4:, 0]).all() and np.isfinite(out[:4]).all() and np.isfinite(out[:, 1:]).all()
+
+
+@gpu
+@pytest.mark.parametrize("recorded", [False, True])
+def test_pages_that_a_copy_brings_are_whole_when_a_launch_begins(cuda: Any, recorded: bool) -> None:
+    """Old cells are read before the kernels before have ended, but never before the copy that the launch was told to wait for."""
+    page, layer = PageFormat(4, 128, 128, "f16", "f16", 256), make_layer(16, 4, 128, 128)
+    cache = make_cache(np.random.default_rng(14), page, 40 * 256, places="ring")
+    q = np.random.default_rng(15).standard_normal((1, 16 * 128)).astype(np.float32)
+    want, _, _ = run_step(cuda, cache, q, layer, 0.1)
+    slots = cache.pools[0].shape[0]
+    order = [slot for _, slot in cache.places]
+    host = cuda.host_pages("tail", 40, page.page_bytes)
+    filled = cuda.upload("filled", cache.pools[0][order])
+    cuda.copy_out(PageRun(filled, 40, 0, 0, 40), host)
+    cuda.synchronize()
+    pool = cuda.empty("pool", (slots, page.page_bytes), "u8")
+    projected, position = project(cuda, q, cache, layer), cuda.upload("position", np.array([cache.keys.shape[0] - 1], np.int32))
+    memory = StepMemory(cuda, layer, 0, 40)
+
+    def step() -> None:
+        cuda.wait(Stream.COPY_IN, cuda.record(Stream.COMPUTE))
+        staged = []
+        for first in range(0, 39, 13):
+            run = PageRun(pool, slots, first, first, 13)
+            cuda.copy_in(run, host)
+            staged.append((run, cuda.record(Stream.COPY_IN)))
+        for run, event in staged:
+            cuda.wait(Stream.COMPUTE, event)
+            cuda.attend_step(projected, position, run, page, 0.1, memory.parts, memory.out)
+        cuda.attend_step(projected, position, PageRun(filled, 40, 39, 39, 1), page, 0.1, memory.parts, memory.out)
+
+    step()
+    graph = cuda.capture(step) if recorded else None
+    for _ in range(5):
+        cuda.write(pool, np.full(pool.shape, 0xFF, np.uint8))
+        if graph is None:
+            step()
+        else:
+            cuda.replay(graph)
+        np.testing.assert_array_equal(memory.read()[0], want)
+    cuda.synchronize()
 
 
 def run_prefill(
@@ -235,7 +431,7 @@ def test_large_scores(cuda: Any, form: tuple[Any, ...]) -> None:
     assert_close(
         out, attn_prefill.variant(page, cuda.launcher.arch), exact_q, cache.keys, cache.values, 380, scale, float_error=SCORE_ERROR
     )
-    out, _, _ = run_decode(cuda, cache, pools, q[19:], layer, scale, ())
+    out, _, _ = run_step(cuda, cache, q[19:], layer, scale)
     assert_close(out, attn_decode.variant(layer, page), exact_q[19:], cache.keys, cache.values, 399, scale, float_error=SCORE_ERROR)
 
 
@@ -255,7 +451,10 @@ def test_decode_past_two_to_the_31_bytes(cuda: Any) -> None:
         cuda.write(target, cache.pools[0][slot])
     moved = Cache(page, cache.keys, cache.values, (np.empty((slots, 0), np.uint8),), tuple((0, slots - 3 + i) for i in range(3)))
     q = rng.standard_normal((1, 1024)).astype(np.float32)
-    out, _, _ = run_decode(cuda, moved, [pool], q, layer, 0.09, ())
+    memory = StepMemory(cuda, layer, 0, 3)
+    position = cuda.upload("position", np.array([599], np.int32))
+    cuda.attend_step(project(cuda, q, moved, layer), position, moved.runs([pool])[0], page, 0.09, memory.parts, memory.out)
+    out, _, _ = memory.read()
     oracle = (q.reshape(1, 8, 128).astype(np.float64), cache.keys, cache.values, 599, 0.09)
     assert_close(out, attn_decode.variant(layer, page), *oracle)
     assert_close(run_prefill(cuda, moved, [pool], q, 599, layer, 0.09, (1, 2)), attn_prefill.variant(page, cuda.launcher.arch), *oracle)
@@ -269,7 +468,15 @@ def test_every_head_has_one_block_in_decode() -> None:
         shape = attn_decode.launch_shape(group, 3, 7)
         assert shape.heads <= 8 and shape.heads * (shape.chunks - 1) < group <= shape.heads * shape.chunks
         assert shape.grid == (7 * shape.chunks, 3, 1)
-        assert attn_decode.mma_launch_shape(group, 3, 7) == shape._replace(grid=(shape.chunks, 3, 7))
+        for parts, threads in ((16, 256), (17, 256), (41, 128)):
+            ours = attn_decode.mma_launch_shape(128, group, 3, 7, parts)
+            assert ours == shape._replace(threads=threads, grid=(shape.chunks, 3, 7))
+
+
+def test_merge_covers_all_columns() -> None:
+    for value_dim in range(16, 257, 16):
+        grid = attn_merge.launch_shape(6, value_dim).grid
+        assert grid[0] == 6 and value_dim <= grid[1] * 32 < value_dim + 32
 
 
 def test_prefill_fits_the_shared_memory_of_every_card() -> None:
@@ -311,12 +518,6 @@ def test_the_kernel_follows_from_the_configuration(form: tuple[Any, ...], group:
         assert attn_prefill.variant(page, arch) == portable
 
 
-def test_merge_covers_all_columns() -> None:
-    for value_dim in range(16, 257, 16):
-        grid = attn_merge.launch_shape(6, value_dim).grid
-        assert grid[0] == 6 and value_dim <= grid[1] * 32 < value_dim + 32
-
-
 class NoLauncher:
     """Fails the test when something is launched."""
 
@@ -330,17 +531,23 @@ def test_wrong_shapes_are_refused() -> None:
     pools = [DeviceArray(4096, x.shape, "u8") for x in cache.pools]
     run = cache.runs(pools)[0]
     position, q = DeviceArray(4096, (1,), "i32"), DeviceArray(4096, (1, 384), "f32")
-    outs, lses = DeviceArray(4096, (4, 6, 64), "f32"), DeviceArray(4096, (4, 6), "f32")
+    projected = Projected(DeviceArray(4096, (1, 640), "f32"), layer, None, None, DeviceArray(4096, (1, 32, 2), "f32"))
+    outs, lses, arrivals = DeviceArray(4096, (4, 6, 64), "f32"), DeviceArray(4096, (4, 6), "f32"), DeviceArray(4096, (6,), "i32")
+    parts = PartStates(0, 4, outs, lses, arrivals)
     state = DeviceArray(4096, (1, 6 * 72), "f32")
     launcher: Any = NoLauncher()
-    with pytest.raises(KernelError, match="do not fit 4 partial states"):
-        attn_decode.attend_rows(launcher, q, position, run, -1, layer, page, 1.0, outs, lses)
-    with pytest.raises(KernelError, match="q must be f32"):
-        attn_decode.attend_rows(launcher, DeviceArray(4096, (1, 380), "f32"), position, run, 0, layer, page, 1.0, outs, lses)
-    with pytest.raises(KernelError, match="part_lse must be"):
-        attn_merge.merge_rows(launcher, outs, outs, 4, layer, q)
-    with pytest.raises(KernelError, match="5 parts of 4"):
-        attn_merge.merge_rows(launcher, outs, lses, 5, layer, q)
+    for wrong, message in (
+        ({"parts": replace(parts, first_page=1)}, "are not among 4 parts"),
+        ({"parts": replace(parts, lse=outs)}, "parts.lse must be"),
+        ({"parts": replace(parts, num_parts=5)}, "parts.out must be"),
+        ({"parts": replace(parts, arrivals=arrivals.rows(5))}, "parts.arrivals must be"),
+        ({"projected": replace(projected, qkv=q)}, "qkv must be"),
+        ({"projected": replace(projected, table=DeviceArray(4096, (1, 33, 2), "f32"))}, "33 pairs do not fit"),
+        ({"out": outs}, "out must be"),
+    ):
+        operands = {"projected": projected, "position": position, "run": run, "page": page, "scale": 1.0, "parts": parts, "out": q} | wrong
+        with pytest.raises(KernelError, match=message):
+            attn_decode.attend_step(launcher, **operands)
     with pytest.raises(KernelError, match="state must be"):
         attn_prefill.attend_tile(launcher, q, position, run, layer, page, 1.0, q, first=True, last=True, out=q)
     with pytest.raises(KernelError, match="the pool must be"):

@@ -73,7 +73,7 @@ def test_cells_are_rounded_to_nearest_and_nothing_else_changes(cuda: Any, form: 
     q = special_values(rng, (num_tokens, 2 * heads * key_dim))
     layer = LayerConfig(2 * heads, heads, key_dim, value_dim, RopeConfig(dim=16, style="halves"))
     qkv, out = cuda.upload("qkv", np.concatenate([q, k, v], axis=1)), cuda.upload("q", np.full_like(q, np.nan))
-    cuda.append(Projected(qkv, out, layer, None, None, at.view((num_tokens, 0, 2), "f32")), at, runs, page, position)  # nothing turns
+    cuda.append(Projected(qkv, layer, None, None, at.view((num_tokens, 0, 2), "f32")), at, runs, page, position, out)  # nothing turns
     np.testing.assert_array_equal(cuda.read(out), q)
     for pool, wanted in zip(pools, expected, strict=True):
         np.testing.assert_array_equal(cuda.read(pool), wanted)
@@ -109,9 +109,9 @@ def test_norm_and_rotation(cuda: Any, num_tokens: int, key_dim: int, value_dim: 
     norms = [RmsNorm(cuda.upload("norm", weight), 1e-6) if normed else None for weight in weights]
     pool = cuda.upload("pool", np.full((3, page.page_bytes), 0xFF, np.uint8))
     out = cuda.upload("q", np.full_like(q, np.nan))
-    projected = Projected(cuda.upload("qkv", np.concatenate([q, k, v], axis=1)), out, layer, *norms, cuda.upload("table", table))
+    projected = Projected(cuda.upload("qkv", np.concatenate([q, k, v], axis=1)), layer, *norms, cuda.upload("table", table))
     at = cuda.upload("position", np.array([200], np.int32))
-    cuda.append(projected, at, (PageRun(pool, 3, 1, 0, 2),), page, 200)
+    cuda.append(projected, at, (PageRun(pool, 3, 1, 0, 2),), page, 200, out)
     raw = cuda.read(pool)
     keys, values = (np.concatenate([decode(page_views(raw[slot], page)[part], "f32") for slot in (1, 2)], axis=1) for part in (0, 1))
     got_k = keys[:, 200 : 200 + num_tokens].swapaxes(0, 1).reshape(num_tokens, -1)
@@ -148,9 +148,9 @@ def run_of(first_page: int, num_pages: int, slots: int = 8) -> PageRun:
 )
 def test_runs_that_leave_a_cell_out_are_refused(runs: tuple[PageRun, ...], position: int, message: str) -> None:
     qkv, q, table = (DeviceArray(4096, shape, "f32") for shape in ((4, 512), (4, 256), (4, 32, 2)))
-    projected = Projected(qkv, q, LayerConfig(4, 2, 64, 64, RopeConfig(dim=64, style="halves")), None, None, table)
+    projected = Projected(qkv, LayerConfig(4, 2, 64, 64, RopeConfig(dim=64, style="halves")), None, None, table)
     with pytest.raises(KernelError, match=message):
-        qkv_append.qkv_append(NoLauncher(), projected, DeviceArray(4096, (1,), "i32"), runs, PAGE, position)  # type: ignore[arg-type]
+        qkv_append.qkv_append(NoLauncher(), projected, DeviceArray(4096, (1,), "i32"), runs, PAGE, position, q)  # type: ignore[arg-type]
 
 
 def test_every_head_has_one_warp() -> None:

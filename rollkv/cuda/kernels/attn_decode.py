@@ -1,19 +1,25 @@
-"""Decode attention: a partial state per page (csrc/attn_decode.cu, csrc/attn_decode_mma.cu)."""
+"""A decode step's attention: append, a partial state per page, merge (csrc/attn_decode.cu, csrc/attn_decode_mma.cu)."""
 
 from functools import cache
 from typing import Literal, NamedTuple
 
 import numpy as np
 
-from rollkv.backend import PageFormat, PageRun
+from rollkv.backend import PageFormat, PageRun, PartStates, Projected
 from rollkv.config import KvType, LayerConfig
 from rollkv.cuda.device import DeviceArray, Launcher, check_array
-from rollkv.cuda.kernels.kv_format import check_run, template_arguments
+from rollkv.cuda.kernels.kv_format import check_projected, check_run, template_arguments
 from rollkv.cuda.nvrtc import KernelError, KernelSpec
 
 _THREADS = 128
 _MAX_HEADS = 8  # query heads that one block holds sums for
-_MMA_BLOCKS = {64: 4, 128: 3, 192: 2, 256: 2}  # head sizes of the tensor-core kernel, and blocks a multiprocessor, as far as registers go
+MERGED_WITHIN = 16  # parts up to which the attention kernels merge them themselves: kMergeSums of csrc/attn_merge.cuh
+# The tensor-core kernel by head size and parts: warps, buffers of 4 loads a lane, blocks that a multiprocessor must have room for. Few pages are bound by
+# latency and load as much of a page at once as registers hold; many are bound by memory, and smaller blocks even out what it does.
+_FEW_PAGES = {64: (8, 4, 1), 128: (8, 8, 1), 192: (8, 8, 1), 256: (8, 8, 1)}
+_SOME_PAGES = dict.fromkeys(_FEW_PAGES, (8, 4, 2))
+_MANY_PAGES = dict.fromkeys(_FEW_PAGES, (4, 4, 4))
+_MANY = 41  # parts
 _MMA_PAGE_CELLS = 256
 _MMA_MIN_GROUP = 4  # smaller groups are bound by memory in float32 too
 
@@ -33,7 +39,7 @@ def variant(layer: LayerConfig, page: PageFormat) -> Variant:
     """Which kernel serves a layer, by its shape and cache types alone: half cells of the usual head sizes go to the tensor cores, with the
     query and the softmax weights rounded to half; everything else is computed in float32."""
     half = page.key_type == page.value_type == "f16" and page.key_dim == page.value_dim
-    fits = page.key_dim in _MMA_BLOCKS and page.page_cells == _MMA_PAGE_CELLS and layer.group >= _MMA_MIN_GROUP
+    fits = page.key_dim in _FEW_PAGES and page.page_cells == _MMA_PAGE_CELLS and layer.group >= _MMA_MIN_GROUP
     return "mma" if half and fits else "float32"
 
 
@@ -46,10 +52,14 @@ def launch_shape(group: int, num_kv_heads: int, num_pages: int) -> Shape:
 
 
 @cache
-def mma_launch_shape(group: int, num_kv_heads: int, num_pages: int) -> Shape:
+def mma_launch_shape(dim: int, group: int, num_kv_heads: int, num_pages: int, num_parts: int) -> Shape:
     """The tensor-core kernel: the same division, in another grid."""
     chunks = -(-group // _MAX_HEADS)
-    return Shape(_THREADS, -(-group // chunks), chunks, (chunks, num_kv_heads, num_pages))
+    return Shape(_mma_form(dim, num_parts)[0] * 32, -(-group // chunks), chunks, (chunks, num_kv_heads, num_pages))
+
+
+def _mma_form(dim: int, num_parts: int) -> tuple[int, int, int]:
+    return (_FEW_PAGES if num_parts <= MERGED_WITHIN else _SOME_PAGES if num_parts < _MANY else _MANY_PAGES)[dim]
 
 
 @cache
@@ -59,9 +69,9 @@ def spec(key_type: KvType, value_type: KvType, key_dim: int, value_dim: int, hea
 
 
 @cache
-def mma_spec(dim: int) -> KernelSpec:
-    """The tensor-core kernel."""
-    return KernelSpec("attn_decode_mma.cu", f"attn_decode_mma<{dim}, {_MMA_BLOCKS[dim]}>", early=True)
+def mma_spec(dim: int, num_parts: int) -> KernelSpec:
+    """The tensor-core kernel for a step over num_parts pages."""
+    return KernelSpec("attn_decode_mma.cu", f"attn_decode_mma<{dim}, {', '.join(map(str, _mma_form(dim, num_parts)))}>", early=True)
 
 
 def instances() -> tuple[KernelSpec, ...]:
@@ -71,57 +81,58 @@ def instances() -> tuple[KernelSpec, ...]:
         spec("f32", "f32", 256, 256, 8),
         spec("f32", "bf16", 16, 32, 1),
     )
-    return plain + tuple(mma_spec(dim) for dim in (64, 128, 256))
+    return plain + tuple(mma_spec(dim, parts) for dim in _FEW_PAGES for parts in (1, MERGED_WITHIN + 1, _MANY))
 
 
-def attend_rows_bytes(num_cells: int, num_parts: int, layer: LayerConfig, page: PageFormat) -> int:
-    """Bytes read of num_cells visible cells, and written for num_parts partial states."""
+def attend_step_bytes(num_cells: int, num_parts: int, layer: LayerConfig, page: PageFormat) -> int:
+    """Bytes read of num_cells visible cells and the product, and written; partial states are written and read once."""
     cell_bytes = page.page_bytes // page.page_cells
-    return num_cells * cell_bytes + (num_parts * (layer.value_dim + 1) + layer.key_dim) * layer.num_heads * 4
+    states = 2 * num_parts * (layer.value_dim + 1) * layer.num_heads if num_parts > 1 else 0
+    columns = (layer.num_heads + layer.num_kv_heads) * (layer.key_dim + layer.value_dim)
+    return num_cells * cell_bytes + (states + columns) * 4
 
 
-def attend_rows(
+def attend_step(
     launcher: Launcher,
-    q: DeviceArray,
+    projected: Projected,
     position: DeviceArray,
     run: PageRun,
-    base_page: int,
-    layer: LayerConfig,
     page: PageFormat,
     scale: float,
-    part_out: DeviceArray,
-    part_lse: DeviceArray,
+    parts: PartStates,
+    out: DeviceArray,
 ) -> None:
-    """Partial states of the pages of `run` at index page - base_page: softmax(scale q K) V and its lse over the visible cells.
+    """Finishes the query, the new cell too if its page is of the run, attends to the pages of the run, and if they are the last of up to MERGED_WITHIN
+    merges all parts: softmax(scale q K) V over the visible cells.
 
-    q: f32 [1, H*Dk]; position: i32 [1], the last visible cell; part_out: f32 [parts, H, Dv]; part_lse: f32 [parts, H], natural logarithm.
-    Reads and writes attend_rows_bytes. Raises KernelError on other shapes.
+    projected: one token's; position: i32 [1], its cell; parts: as backend.PartStates says; out: f32 [1, H*Dv]. Call it for all pages in their order, run
+    by run. Reads and writes attend_step_bytes. Raises KernelError on other shapes.
     """
-    heads_dims = (layer.num_heads, layer.value_dim)
-    check_array("attend_rows", "q", q, (1, layer.num_heads * layer.key_dim), "f32")
-    check_array("attend_rows", "position", position, (1,), "i32")
-    check_array("attend_rows", "part_out", part_out, (part_out.shape[0], *heads_dims), "f32")
-    check_array("attend_rows", "part_lse", part_lse, (part_out.shape[0], layer.num_heads), "f32")
-    pool = check_run("attend_rows", run, page)
-    first_part = run.first_page - base_page
-    if first_part < 0 or first_part + run.num_pages > part_out.shape[0]:
+    layer, num_parts = projected.layer, parts.num_parts
+    operands, turns, eps = check_projected("attend_step", projected, page, 1)
+    check_array("attend_step", "position", position, (1,), "i32")
+    check_array("attend_step", "parts.out", parts.out, (num_parts, layer.num_heads, layer.value_dim), "f32")
+    check_array("attend_step", "parts.lse", parts.lse, (num_parts, layer.num_heads), "f32")
+    check_array("attend_step", "parts.arrivals", parts.arrivals, (layer.num_heads,), "i32")
+    check_array("attend_step", "out", out, (1, layer.num_heads * layer.value_dim), "f32")
+    pool = check_run("attend_step", run, page)
+    first_part = run.first_page - parts.first_page
+    if first_part < 0 or run.num_pages < 1 or first_part + run.num_pages > num_parts:
         raise KernelError(
-            f"attend_rows: pages {run.first_page} to {run.first_page + run.num_pages - 1} from page {base_page} on "
-            f"do not fit {part_out.shape[0]} partial states"
+            f"attend_step: pages {run.first_page} to {run.first_page + run.num_pages - 1} from page {parts.first_page} on are not among {num_parts} parts"
         )
-    if run.num_pages == 0:
-        return
-    place = (np.int32(run.num_slots), np.int32(run.first_slot), np.int32(run.first_page), np.int32(first_part))
+    place = (run.num_slots, run.first_slot, run.first_page, first_part, num_parts)
+    operands = (*operands, position, pool, parts.out, parts.lse, parts.arrivals, out, *map(np.int32, place), *turns)
     window, scale32 = np.int32(layer.sliding_window or 0), np.float32(scale)
-    operands = (q, position, pool, part_out, part_lse, *place)
     if variant(layer, page) == "mma":
         if not scale > 0:
-            raise KernelError(f"attend_rows: the scale of the scores must be positive, not {scale}")
-        shape = mma_launch_shape(layer.group, layer.num_kv_heads, run.num_pages)
+            raise KernelError(f"attend_step: the scale of the scores must be positive, not {scale}")
+        shape = mma_launch_shape(page.key_dim, layer.group, layer.num_kv_heads, run.num_pages, num_parts)
         heads = np.int32(layer.group), np.int32(shape.heads)
-        launcher.launch(mma_spec(page.key_dim), shape.grid, shape.threads, *operands, *heads, window, scale32)
+        launcher.launch(mma_spec(page.key_dim, num_parts), shape.grid, shape.threads, *operands, *heads, window, eps, scale32)
     else:
         shape = launch_shape(layer.group, layer.num_kv_heads, run.num_pages)
+        heads = np.int32(layer.group), np.int32(shape.heads)
         kernel = spec(page.key_type, page.value_type, page.key_dim, page.value_dim, shape.heads)
-        sizes = np.int32(page.page_cells), np.int32(layer.group), np.int32(shape.chunks)
-        launcher.launch(kernel, shape.grid, shape.threads, *operands, *sizes, window, scale32)
+        sizes = np.int32(page.page_cells), np.int32(shape.chunks)
+        launcher.launch(kernel, shape.grid, shape.threads, *operands, *heads, window, eps, scale32, *sizes)

@@ -1,4 +1,4 @@
-"""Partial attention states into one, in index order (csrc/attn_merge.cu)."""
+"""Many partial attention states into one (csrc/attn_merge.cu)."""
 
 from functools import cache
 from typing import NamedTuple
@@ -35,23 +35,23 @@ def instances() -> tuple[KernelSpec, ...]:
     return spec(80), spec(128)
 
 
-def merge_rows_bytes(num_parts: int, layer: LayerConfig) -> int:
+def merge_parts_bytes(num_parts: int, layer: LayerConfig) -> int:
     """Bytes read and written."""
     return num_parts * layer.num_heads * (layer.value_dim + 1) * 4 + layer.num_heads * layer.value_dim * 4
 
 
-def merge_rows(
+def merge_parts(
     launcher: Launcher, part_out: DeviceArray, part_lse: DeviceArray, num_parts: int, layer: LayerConfig, out: DeviceArray
 ) -> None:
     """out = the attention whose parts are 0 .. num_parts - 1; an empty part is (anything, -inf), all empty gives 0.
 
-    part_out: f32 [parts, H, Dv]; part_lse: f32 [parts, H], natural logarithm; out: f32 [1, H*Dv]. Reads and writes merge_rows_bytes.
+    part_out: f32 [parts, H, Dv]; part_lse: f32 [parts, H], natural logarithm; out: f32 [1, H*Dv]. Reads and writes merge_parts_bytes.
     Raises KernelError on other shapes.
     """
     if not 0 <= num_parts <= part_out.shape[0]:
-        raise KernelError(f"merge_rows: {num_parts} parts of {part_out.shape[0]}")
-    check_array("merge_rows", "part_out", part_out, (part_out.shape[0], layer.num_heads, layer.value_dim), "f32")
-    check_array("merge_rows", "part_lse", part_lse, (part_out.shape[0], layer.num_heads), "f32")
-    check_array("merge_rows", "out", out, (1, layer.num_heads * layer.value_dim), "f32")
+        raise KernelError(f"merge_parts: {num_parts} parts of {part_out.shape[0]}")
+    check_array("merge_parts", "part_out", part_out, (part_out.shape[0], layer.num_heads, layer.value_dim), "f32")
+    check_array("merge_parts", "part_lse", part_lse, (part_out.shape[0], layer.num_heads), "f32")
+    check_array("merge_parts", "out", out, (1, layer.num_heads * layer.value_dim), "f32")
     shape = launch_shape(layer.num_heads, layer.value_dim)
     launcher.launch(spec(layer.value_dim), shape.grid, shape.threads, part_out, part_lse, out, np.int32(num_parts))

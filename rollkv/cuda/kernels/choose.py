@@ -12,8 +12,8 @@ from rollkv.sampling import log_min_p, sharpness
 from rollkv.workspace import CHOICE_BLOCK, CHOICE_SEARCH_BYTES, choice_bytes
 
 _THREADS = 256
-_KERNELS = ("choose_rank", "choose_best", "choose_narrow", "choose_draw")
-_DIGITS = (0, 1, 2)  # of a key, from the top
+_KERNELS = ("choose_rank", "choose_best", "choose_narrow", "choose_sum", "choose_draw")
+_DIGITS = 3  # of a key
 _NONE = Pointer(0)
 
 
@@ -46,18 +46,16 @@ def scratch_parts(address: int, num_blocks: int) -> Scratch:
     return Scratch(*map(Pointer, starts))
 
 
-def narrowings(params: SamplingParams, vocab_size: int) -> tuple[tuple[int, int], ...]:
-    """The launches of choose_narrow: (digit, top_k, or 0 where the digit is one of top_p's cut)."""
+def cut_of(params: SamplingParams, vocab_size: int) -> tuple[int, int]:
+    """(top_k, or 0 where it takes all; launches of choose_narrow: one a digit, and top_p's first is that of top_k)."""
     top_k = params.top_k if params.top_k < vocab_size else 0
-    counted = tuple((digit, top_k) for digit in _DIGITS) if top_k else ()
-    weighed = tuple((digit, 0) for digit in (_DIGITS[1:] if top_k else _DIGITS)) if params.top_p < 1 else ()
-    return counted + weighed
+    weighed = params.top_p < 1
+    return top_k, _DIGITS * (top_k > 0 or weighed) + (_DIGITS - 1) * (top_k > 0 and weighed)
 
 
 def choose_bytes(params: SamplingParams, vocab_size: int) -> int:
     """Bytes read and written, out of L2 but for the logits: keys once a kernel."""
-    greedy = params.temperature == 0
-    return vocab_size * 4 * (1 if greedy else 3 + len(narrowings(params, vocab_size)))
+    return vocab_size * 4 * (1 if params.temperature == 0 else 3 + cut_of(params, vocab_size)[1])
 
 
 def choose(
@@ -69,7 +67,7 @@ def choose(
     outcome: DeviceArray,
     scratch: DeviceArray,
 ) -> None:
-    """As Backend.choose: two launches where greedy, two and those of `narrowings` otherwise. Reads and writes choose_bytes.
+    """As Backend.choose: two launches where greedy, three and those of `cut_of` otherwise. Reads and writes choose_bytes.
 
     logits f32 [1, vocab]; sequence i32 [n]; position i32 [1]; outcome i32 [2]; scratch u8 [choice_bytes(vocab)], aligned to 16 bytes.
     Raises KernelError on other shapes.
@@ -91,13 +89,15 @@ def choose(
         spec("choose_rank"), (blocks, 1, 1), _THREADS, logits, sequence, position, keys, parts.best, parts.unsound, search, *penalty
     )
     if greedy:
-        sizes = np.int32(blocks), np.int32(length)
-        launcher.launch(spec("choose_best"), (1, 1, 1), _THREADS, parts.best, parts.unsound, *end, *sizes)
+        launcher.launch(spec("choose_best"), (1, 1, 1), _THREADS, parts.best, parts.unsound, *end, np.int32(blocks), np.int32(length))
         return
-    for digit, top_k in narrowings(params, vocab):
-        share = np.float64(params.top_p), np.float64(sharpness(1.0))
-        launcher.launch(spec("choose_narrow"), (blocks, 1, 1), _THREADS, keys, parts.best, search, np.int32(digit), np.int32(top_k), *share)
-    draw = np.int32(length), np.float64(sharpness(params.temperature)), np.float64(log_min_p(params)), np.uint64(params.seed)
-    launcher.launch(
-        spec("choose_draw"), (blocks, 1, 1), _THREADS, keys, parts.best, parts.unsound, search, parts.sums, parts.ties, *end, *draw
-    )
+    top_k, steps = cut_of(params, vocab)
+    cut = np.int32(top_k), np.float64(params.top_p), np.float64(sharpness(1.0))
+    for step in range(steps):
+        launcher.launch(spec("choose_narrow"), (blocks, 1, 1), _THREADS, keys, parts.best, search, np.int32(step), *cut)
+    draw = np.float64(sharpness(params.temperature)), np.float64(log_min_p(params))
+    sums = parts.sums, parts.ties
+    launcher.launch(spec("choose_sum"), (blocks, 1, 1), _THREADS, keys, parts.best, search, *sums, np.int32(steps), *cut, *draw)
+    sizes, seed = (np.int32(blocks), np.int32(length), np.int32(steps)), np.uint64(params.seed)
+    last = keys, parts.best, parts.unsound, search, *sums, *end, *sizes, *draw, seed
+    launcher.launch(spec("choose_draw"), (1, 1, 1), _THREADS, *last)

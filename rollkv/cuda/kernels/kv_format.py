@@ -1,11 +1,13 @@
-"""What the kernels over KV pages have in common: template arguments from a PageFormat, and the check of a PageRun."""
+"""What the kernels over KV pages have in common: template arguments from a PageFormat, and the checks of a PageRun and of what goes into pages."""
 
 from functools import cache
-from typing import cast
+from typing import Any, cast
 
-from rollkv.backend import PageFormat, PageRun
+import numpy as np
+
+from rollkv.backend import PageFormat, PageRun, Projected
 from rollkv.config import KvType
-from rollkv.cuda.device import DeviceArray
+from rollkv.cuda.device import DeviceArray, Pointer, check_array
 from rollkv.cuda.nvrtc import KernelError
 
 PAGE_CELLS = (16, 32, 64, 128, 256)
@@ -35,3 +37,23 @@ def check_run(kernel: str, run: PageRun, page: PageFormat) -> DeviceArray:
     if not (0 <= run.first_slot < run.num_slots and 0 <= run.num_pages <= run.num_slots and run.first_page >= 0):
         raise KernelError(f"{kernel}: a run of {run.num_pages} pages from slot {run.first_slot} on does not fit {run.num_slots} slots")
     return pool
+
+
+def check_projected(
+    kernel: str, projected: Projected, page: PageFormat, num_tokens: int
+) -> tuple[tuple[Any, ...], tuple[np.int32, np.int32], np.float32]:
+    """Kernel arguments: (product, norms of queries and keys, table of angles), (pairs, whether they are interleaved), eps of the norms. Raises
+    KernelError on shapes that do not belong to num_tokens tokens of the layer."""
+    layer, table = projected.layer, projected.table
+    pairs = table.shape[1]
+    columns = layer.num_heads * page.key_dim + page.num_kv_heads * (page.key_dim + page.value_dim)
+    check_array(kernel, "qkv", projected.qkv, (num_tokens, columns), "f32")
+    check_array(kernel, "table", table, (num_tokens, pairs, 2), "f32")
+    if 2 * pairs > page.key_dim:
+        raise KernelError(f"{kernel}: {pairs} pairs do not fit heads of {page.key_dim} columns")
+    norms = [norm for norm in (projected.q_norm, projected.k_norm) if norm is not None]
+    for norm in norms:
+        check_array(kernel, "norm", norm.weight, (page.key_dim,), "f32")
+    pointers = (Pointer(0 if norm is None else norm.weight.ptr) for norm in (projected.q_norm, projected.k_norm))
+    turns = np.int32(pairs), np.int32(layer.rope.style == "interleaved")
+    return (projected.qkv, *pointers, table), turns, np.float32(norms[0].eps if norms else 0.0)

@@ -7,8 +7,8 @@ import numpy as np
 
 from rollkv.backend import PageRun, Projected
 from rollkv.config import DTYPE_BYTES, KvType, LayerConfig, PageFormat
-from rollkv.cuda.device import DeviceArray, Launcher, Pointer, check_array
-from rollkv.cuda.kernels.kv_format import check_run, template_arguments
+from rollkv.cuda.device import DeviceArray, Launcher, check_array
+from rollkv.cuda.kernels.kv_format import check_projected, check_run, template_arguments
 from rollkv.cuda.nvrtc import KernelError, KernelSpec
 
 _WARPS = 8  # of a block, a head each
@@ -44,46 +44,40 @@ def qkv_append_bytes(num_tokens: int, layer: LayerConfig, page: PageFormat) -> i
 
 
 def qkv_append(
-    launcher: Launcher, projected: Projected, position: DeviceArray, runs: tuple[PageRun, ...], page: PageFormat, first_position: int
+    launcher: Launcher,
+    projected: Projected,
+    position: DeviceArray,
+    runs: tuple[PageRun, ...],
+    page: PageFormat,
+    first_position: int,
+    q: DeviceArray,
 ) -> None:
-    """Finishes `projected` as backend.Projected says: queries into projected.q, cells position[0] + t into the pages of `runs`, rounded to nearest,
+    """Finishes `projected` as backend.Projected says: queries into q, f32 [T, H*Dk], cells position[0] + t into the pages of `runs`, rounded to nearest,
     ties to even.
 
     position: i32 [1], the cell of row 0, which is first_position. The runs lie in order and cover all cells. One launch a run. Reads and
     writes qkv_append_bytes. Raises KernelError on other shapes, or when the runs leave a cell out.
     """
-    layer, qkv, table = projected.layer, projected.qkv, projected.table
-    num_tokens, pairs = qkv.shape[0], table.shape[1]
-    queries = layer.num_heads * layer.key_dim
-    check_array("qkv_append", "qkv", qkv, (num_tokens, queries + page.num_kv_heads * (page.key_dim + page.value_dim)), "f32")
-    check_array("qkv_append", "q", projected.q, (num_tokens, queries), "f32")
-    check_array("qkv_append", "table", table, (num_tokens, pairs, 2), "f32")
+    layer, num_tokens = projected.layer, projected.qkv.shape[0]
+    operands, turns, eps = check_projected("qkv_append", projected, page, num_tokens)
+    check_array("qkv_append", "q", q, (num_tokens, layer.num_heads * layer.key_dim), "f32")
     check_array("qkv_append", "position", position, (1,), "i32")
-    if 2 * pairs > page.key_dim:
-        raise KernelError(f"qkv_append: {pairs} pairs do not fit heads of {page.key_dim} columns")
-    norms = []
-    for norm in (projected.q_norm, projected.k_norm):
-        if norm is not None:
-            check_array("qkv_append", "norm", norm.weight, (page.key_dim,), "f32")
-        norms.append(Pointer(0 if norm is None else norm.weight.ptr))
-    eps = next((norm.eps for norm in (projected.q_norm, projected.k_norm) if norm is not None), 0.0)
     _check_cover(runs, page, first_position, num_tokens)
     shape = launch_shape(num_tokens, layer.num_heads, page.num_kv_heads)
     kernel = spec(page.key_type, page.value_type, page.key_dim, page.value_dim)
-    heads = (layer.num_heads, page.num_kv_heads, page.page_cells, pairs, int(layer.rope.style == "interleaved"))
+    heads = *map(np.int32, (layer.num_heads, page.num_kv_heads, page.page_cells)), *turns
     for run in runs:
         launcher.launch(
             kernel,
             shape.grid,
             shape.threads,
-            qkv,
-            *norms,
-            table,
+            *operands,
             position,
             check_run("qkv_append", run, page),
-            projected.q,
-            *map(np.int32, (run.num_slots, run.first_slot, run.first_page, run.num_pages, *heads)),
-            np.float32(eps),
+            q,
+            *map(np.int32, (run.num_slots, run.first_slot, run.first_page, run.num_pages)),
+            *heads,
+            eps,
         )
 
 

@@ -14,7 +14,8 @@ _THREADS = 128
 
 @cache
 def spec() -> KernelSpec:
-    return KernelSpec("rope_table.cu", f"rope_table<{_THREADS}>", early=True)
+    """Not early, as a step's first kernel: what begins behind it finds all that earlier steps did (csrc/common.cuh)."""
+    return KernelSpec("rope_table.cu", f"rope_table<{_THREADS}>")
 
 
 def instances() -> tuple[KernelSpec, ...]:

@@ -3,6 +3,7 @@
 from collections import Counter
 from typing import Any
 
+import numpy as np
 from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 
@@ -14,6 +15,7 @@ from rollkv.gguf_file import open_gguf
 from rollkv.host_backend import HostBackend
 from rollkv.model_config import model_config
 from rollkv.roofline import Bandwidths
+from rollkv.units import round_up
 from rollkv.weights import weight_bytes
 from rollkv.workspace import ALIGNMENT, GRANULE_BYTES, linear_scratch, workspace_arrays
 
@@ -28,8 +30,13 @@ class Ledger(HostBackend):
         self.linear: tuple[int, ...] = ()
 
     def empty(self, label: str, shape: tuple[int, ...], dtype: Any) -> Any:
-        array = super().empty(label, shape, dtype)
-        self.device[label.split(",")[0]] += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
+        return self._enter(label, super().empty(label, shape, dtype))
+
+    def upload(self, label: str, values: np.ndarray) -> Any:
+        return self._enter(label, super().upload(label, values))
+
+    def _enter(self, label: str, array: Any) -> Any:
+        self.device[label.split(",")[0]] += round_up(array.nbytes, ALIGNMENT)
         return array
 
     def host_pages(self, label: str, num_pages: int, page_bytes: int) -> Any:

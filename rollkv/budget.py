@@ -273,7 +273,7 @@ class _Planner:
         wanted = "everything resident" if not budget.spills else f"a resident window of {budget.window_cells} cells"
         raise OutOfMemoryError(
             f"--vram-target {format_size(self.cap_bytes)} is too small: {wanted} needs at least {format_size(budget.total_bytes)} "
-            f"({terms}); raise it, or lower --ctx-size or --ubatch"
+            f"({terms}); raise it, or lower --ctx-size"
         )
 
 

@@ -5,6 +5,7 @@ from typing import Literal
 
 DEFAULT_PAGE_CELLS = 256
 DEFAULT_UBATCH = 4096
+SMALLEST_UBATCH = 256  # that a ubatch nobody asked for is halved to
 
 Dtype = Literal["f32", "f16", "bf16", "i32", "u8"]
 KvType = Literal["f32", "f16", "bf16"]
@@ -100,6 +101,7 @@ class CacheConfig:
     ubatch: int = DEFAULT_UBATCH
     residency: Literal["auto", "full", "window"] = "auto"
     window_cells: int | None = None  # None: as large as the cap allows
+    smallest_ubatch: int | None = None  # that ubatch may be halved to where memory is short; None: it stands as it is
 
     def page_format(self, layer: LayerConfig) -> PageFormat:
         return PageFormat(layer.num_kv_heads, layer.key_dim, layer.value_dim, self.key_type, self.value_type, self.page_cells)

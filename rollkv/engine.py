@@ -29,6 +29,7 @@ from rollkv.phases import Phases
 from rollkv.roofline import ASSUMED, Bandwidths
 from rollkv.sampling import check_sampling
 from rollkv.synth import open_model
+from rollkv.ubatch import plan_ubatch, shrunk_words
 from rollkv.units import format_size
 from rollkv.weights import load_weights, weight_bytes
 from rollkv.workspace import MAX_FEW_ROWS, SLAB_BYTES, linear_scratch, ropes_of, widest_added, widest_input
@@ -117,7 +118,7 @@ class Engine:
         self.backend.limit(vram_target)
         budget = plan_on(self.backend, self.config, self._tensors, cache, vram_target, self.budget.rates)
         self.backend.reserve(run_bytes=budget.run_bytes)
-        self._allocate(cache, budget)
+        self._allocate(_settled(cache, budget), budget)
         self._begin()
 
     def _allocate(self, cache: CacheConfig, budget: Budget) -> None:
@@ -397,10 +398,13 @@ def load(
         machine = _open_backend(backend, device, vram_target, portable, warn)
         phases.ends("device")
         try:
-            return load_on(machine, file, config, cache, vram_target, on_load, phases, rates)
+            engine = load_on(machine, file, config, cache, vram_target, on_load, phases, rates)
         except BaseException:
             machine.close()
             raise
+    if (words := shrunk_words(cache, config, engine.budget)) is not None:
+        warn(words)
+    return engine
 
 
 def check_length(config: ModelConfig, ctx_size: int, path: str | Path, warn: Callable[[str], None]) -> None:
@@ -425,7 +429,7 @@ def load_on(
     budget = plan_on(machine, config, file.tensors, cache, vram_target, rates)
     phases.ends("code")
     machine.reserve(weight_bytes=budget.weight_bytes, run_bytes=budget.run_bytes)
-    return Engine(machine, file, config, cache, budget, on_load, phases)
+    return Engine(machine, file, config, _settled(cache, budget), budget, on_load, phases)
 
 
 def plan_on(
@@ -443,8 +447,8 @@ def plan_on(
         available = use.free_bytes + use.used_bytes
         limit = vram_target or available
         # What cannot fit beside the code that is there already is refused before more of it loads.
-        _budget(config, tensors, cache, limit, DeviceOverhead(use.context_bytes, use.modules_bytes, measured=True), rates)
-        machine.prepare(lambda backend: rehearse(backend, config, cache, tensors))
+        first = _budget(config, tensors, cache, limit, DeviceOverhead(use.context_bytes, use.modules_bytes, measured=True), rates)
+        machine.prepare(lambda backend: rehearse(backend, config, _settled(cache, first), tensors))
         use = machine.device_use()
         assert use is not None
         overhead = DeviceOverhead(use.context_bytes, use.modules_bytes, measured=True)
@@ -488,4 +492,13 @@ def _budget(
     rates: Bandwidths,
 ) -> Budget:
     weights = weight_bytes(config, tensors)
-    return plan_budget(config, cache, weights, linear_scratch(config, cache), cap_bytes=cap, overhead=overhead, rates=rates)
+
+    def make(cache: CacheConfig) -> Budget:
+        return plan_budget(config, cache, weights, linear_scratch(config, cache), cap_bytes=cap, overhead=overhead, rates=rates)
+
+    return plan_ubatch(make, cache)
+
+
+def _settled(cache: CacheConfig, budget: Budget) -> CacheConfig:
+    """The configuration with the ubatch that it was planned with."""
+    return cache if cache.ubatch == budget.ubatch else replace(cache, ubatch=budget.ubatch)

@@ -15,11 +15,8 @@ from rollkv.units import MIB
 
 # 1.1 GiB of tail in a step: 22.2 ms in pieces of 16 MiB, 22.4 of 8, 22.8 of 4 (22.0 at 54.9 GB/s). 288 MiB: 5.81 of 8, 5.90 of 4, 6.21 of 2.
 LARGEST_PIECE_BYTES, SMALL_PIECE_BYTES = 16 * MIB, 4 * MIB
-NUM_SLOTS = (
-    2,
-    3,
-    4,
-)  # an H200 needs no more than two (22.22 to 22.24 ms with 2, 3 or 4 slots of 16 MiB); a slower card beside such a link may
+# An H200 needs no more than two: 22.22 to 22.24 ms with 2, 3 or 4 slots of 16 MiB. A card that is slower beside such a link may.
+NUM_SLOTS = (2, 3, 4)
 
 
 @dataclass(frozen=True)

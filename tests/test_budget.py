@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from rollkv.budget import SLACK_BYTES, Budget, DeviceOverhead, check_host_tail, plan_budget
@@ -99,6 +99,7 @@ SHAPES = st.builds(
 SPEEDS = st.builds(Bandwidths, st.sampled_from([6e9, 25e9, 54.9e9]), st.sampled_from([2e11, 1e12, 4.3e12]))
 
 
+@settings(deadline=None)
 @given(
     shape=SHAPES,
     rates=SPEEDS,
@@ -131,6 +132,7 @@ def test_a_larger_cap_is_never_slower(shape: ModelConfig, rates: Bandwidths, ctx
         last = now
 
 
+@settings(deadline=None)
 @given(shape=SHAPES, rates=SPEEDS, ctx=st.integers(300, 100_000), ubatch=st.sampled_from([256, 4096]))
 def test_where_one_page_fits_nothing_is_refused(shape: ModelConfig, rates: Bandwidths, ctx: int, ubatch: int) -> None:
     """Beside the smallest ring, two slots of one page."""

@@ -114,7 +114,7 @@ def test_options_reach_the_engine(scripted, capsys):
 def test_defaults(scripted, tokenizer):
     engine = scripted([5])
     assert rollkv("generate", "-m", LLAMA, "--prompt-ids", "1,2", "-n", 7) == 0
-    assert engine.loaded["cache"] == CacheConfig(9), "the context is prompt + new tokens"
+    assert engine.loaded["cache"] == CacheConfig(9, smallest_ubatch=256), "prompt + new tokens; a ubatch that may be halved"
     assert engine.loaded["vram_target"] is None and engine.loaded["backend"] == "auto"
     assert engine.asked["sampling"].temperature == 0
     assert engine.asked["stop_ids"] == frozenset(tokenizer.stop_ids)

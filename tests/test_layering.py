@@ -26,7 +26,7 @@ FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
       "counts", "prose", "metrics", "logit_file", "plots", "ladder_fit", "synth_shapes")),
     ("F2 .. from those", ("gguf_file", "tokenizer", "chat", "ladder_plot", "stream_plan", "workspace", "roofline", "residency", "synth_blocks", "synth_circuit", "synth_words")),
     ("F2 .. the sum of it", ("model_config", "budget", "machine_rates", "synth_plan", "synth_noise")),
-    ("F2 .. a model made on the spot", ("synth",)),
+    ("F2 .. from those", ("synth", "ubatch")),
     ("F3 contract and oracle", ("backend", "reference")),
     ("F4 the machine at hand", ("host_backend",)),
     ("F4 the GPU: libraries", ("cuda.driver", "cuda.nvrtc", "cuda.nvml")),

@@ -48,12 +48,14 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[Backend]:
 def planned(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[dict[str, Any], str]:
     assert main([*MODEL, *options, "-o", "json"]) == 0
     out, err = capsys.readouterr()
-    return json.loads(out)["budget"]["predicted"], err
+    found = json.loads(out)
+    return found["budget"]["predicted"] | {"link": (found["pcie_generation"], found["pcie_max_width"])}, err
 
 
 def test_rates_are_measured_once(machine: type[Backend], capsys: pytest.CaptureFixture[str]) -> None:
     first, said = planned(capsys)
     assert (first["link_gbps"], first["link_origin"], first["hbm_gbps"], first["hbm_origin"]) == (20, "measured", 500, "measured")
+    assert first["link"] == (4, 16)
     assert machine.opened == 1 and "measuring link and device memory" in said and "gen4 x16" in said
     again, said = planned(capsys)
     assert again == first and machine.opened == 1
@@ -81,6 +83,7 @@ def test_a_given_rate_takes_the_place_of_the_measured_one(machine: type[Backend]
 def test_without_a_gpu_rates_are_assumed(no_gpu: None, capsys: pytest.CaptureFixture[str]) -> None:
     assumed, said = planned(capsys)
     assert (assumed["link_gbps"], assumed["link_origin"], assumed["hbm_origin"]) == (25, "assumed", "assumed") and said == ""
+    assert assumed["link"] == (None, None)
     assert main([*MODEL, "--probe-link"]) == 3
     assert "no GPU in this test" in capsys.readouterr().err
 

@@ -1,5 +1,6 @@
 """Before the plan: what a run will load is loaded, measured and planned with, over a double of the driver. Needs no GPU."""
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from rollkv.roofline import ASSUMED, Bandwidths
 from rollkv.synth import open_model
 from rollkv.tasks.record import machine_facts
 from rollkv.units import MIB
+from rollkv.workspace import ALIGNMENT
 
 MODULE_BYTES, LIBRARY_BYTES = 256 << 10, 24 * MIB
 
@@ -261,3 +263,21 @@ def test_plans_reckon_with_what_was_measured_of_the_card(machine: Machine, monke
         assert run.budget.rates == Bandwidths(3e9, 4e11, "measured", "measured")
         run.replan(run.cache_config)
         assert run.budget.rates.link == 3e9
+
+
+@pytest.mark.parametrize("window", [None, 64])
+@pytest.mark.parametrize("path", MODELS, ids=lambda path: getattr(path, "stem", path))
+def test_every_account_is_a_line_of_the_budget(machine: Machine, path: Any, window: int | None) -> None:
+    """The scratch of the products too, which the host backend does not have; and nothing is taken that no line stands for but constants."""
+    with engine(machine, path, ctx_size=500, ubatch=200, page_cells=64, kv="f16", window=window) as run:
+        lines: Counter[str] = Counter()
+        for label, size in run.budget.device:
+            lines[label.removeprefix("workspace: ").replace("sliding-window rings", "resident window")] += size
+        accounts: Counter[str] = Counter()
+        for label, size in run.backend.device_bytes.items():
+            accounts[label.split(",")[0]] += size
+        shared = lines.keys() & accounts.keys() - {"context", "modules"}
+        assert {"cuBLAS", "f16 activations", "hidden", "resident window"} <= shared
+        assert lines.keys() - shared <= {"context", "modules", "weights", "slack"}
+        for label in shared:
+            assert accounts[label] <= lines[label] < accounts[label] + len(run.config.layers) * ALIGNMENT, label

@@ -1,7 +1,7 @@
 """Window and ring together: plans in order of size, each no worse than the one before."""
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollkv.residency import NUM_SLOTS, choose, plans_for
@@ -25,6 +25,7 @@ def test_the_choice_by_hand() -> None:
     assert pick([(1, 10, 5.0), (2, 12, 5.0), (2, 14, 5.0)], 20) == (2, 12, 5.0), "of equals the smaller; a wider window costs nothing"
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 99), st.integers(1, 9)), min_size=1), st.lists(st.integers(0, 99), min_size=2))
 def test_neither_window_nor_speed_falls_as_the_cap_grows(plans: list[tuple[int, int, float]], caps: list[int]) -> None:
     chosen = [pick(plans, cap) for cap in sorted(caps)]

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rollkv.cli import options
-from rollkv.config import DEFAULT_UBATCH, SamplingParams
+from rollkv.config import SamplingParams
 from rollkv.errors import UsageError
 from rollkv.phases import Phases
 
@@ -40,7 +40,7 @@ def generate(
     vram_target: options.VramTarget = None,
     residency: options.Residency = "auto",
     window: options.Window = None,
-    ubatch: options.Ubatch = DEFAULT_UBATCH,
+    ubatch: options.FittingUbatch = None,
     cache_type_k: options.CacheTypeK = "f16",
     cache_type_v: options.CacheTypeV = "f16",
     backend: Annotated[

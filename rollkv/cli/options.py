@@ -38,6 +38,9 @@ Window = Annotated[
     int | None, typer.Option(metavar="CELLS", help="Size of the resident window, in whole pages of 256 cells. Default: as large as fits.")
 ]
 Ubatch = Annotated[int, typer.Option(metavar="TOKENS", help="Prompt tokens in one pass.")]
+FittingUbatch = Annotated[
+    int | None, typer.Option("--ubatch", metavar="TOKENS", help="Prompt tokens in one pass. Default: 4096, or less where memory is short.")
+]
 CacheTypeK = Annotated[str, typer.Option(metavar="f16|bf16|f32", help="Type of the cached keys.")]
 CacheTypeV = Annotated[str, typer.Option(metavar="f16|bf16|f32", help="Type of the cached values.")]
 Portable = Annotated[

@@ -7,7 +7,6 @@ from typing import Annotated
 import typer
 
 from rollkv.cli import options
-from rollkv.config import DEFAULT_UBATCH
 from rollkv.errors import UsageError
 
 
@@ -17,7 +16,7 @@ def plan(
     vram_target: options.VramTarget = None,
     residency: options.Residency = "auto",
     window: options.Window = None,
-    ubatch: options.Ubatch = DEFAULT_UBATCH,
+    ubatch: options.FittingUbatch = None,
     cache_type_k: options.CacheTypeK = "f16",
     cache_type_v: options.CacheTypeV = "f16",
     device: Annotated[int, typer.Option(metavar="INDEX", help="Which GPU's rates to reckon with.")] = 0,
@@ -38,8 +37,9 @@ def plan(
     from rollkv.model_config import model_config
     from rollkv.models import default_model
     from rollkv.synth import open_model
-    from rollkv.tasks.ceilings import machine_bandwidths
+    from rollkv.tasks.ceilings import known_rates
     from rollkv.tasks.generate import cache_config
+    from rollkv.ubatch import shrunk_words
 
     path = model or default_model()
     with open_model(path) as file:
@@ -54,12 +54,14 @@ def plan(
     )
     if cache.ctx_size > config.context_length:
         report.warn(f"a context of {cache.ctx_size} cells is longer than the {config.context_length} that the model was trained for")
-    rates = machine_bandwidths(device, again=probe_link, tell=report.note, warn=report.warn)
+    rates, link = known_rates(device, again=probe_link, tell=report.note, warn=report.warn)
     if link_gbps is not None:
         rates = replace(rates, link=1e9 * link_gbps, link_origin="given")
     budget = plan_run(path, cache, vram_target=cap, rates=rates)
+    if (words := shrunk_words(cache, config, budget)) is not None:
+        report.warn(words)
     if as_json:
-        report.write_json({"model": str(path), "ctx_size": cache.ctx_size, "budget": budget.as_dict()})
+        report.write_json({"model": str(path), "ctx_size": cache.ctx_size, "budget": budget.as_dict(), **link.as_dict()})
     else:
         report.write_text(f"{path}, {cache.ctx_size} cells\n{report.budget_table(budget)}\n{report.prediction_line(budget)}\n")
     if verbose:

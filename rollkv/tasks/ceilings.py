@@ -150,9 +150,9 @@ def probe_device(device: int, warn: Callable[[str], None]) -> Rates:
     return rates
 
 
-def machine_bandwidths(device: int, *, again: bool, tell: Callable[[str], None], warn: Callable[[str], None]) -> Bandwidths:
-    """What plans for this machine are reckoned with: measured before or, on a GPU of which nothing is known or if `again`, now. ASSUMED
-    without a usable GPU. Warns of a slow link. Raises DeviceError if `again` and there is no usable GPU."""
+def known_rates(device: int, *, again: bool, tell: Callable[[str], None], warn: Callable[[str], None]) -> tuple[Bandwidths, PcieLink]:
+    """What plans for this machine are reckoned with, and its link: measured before or, on a GPU of which nothing is known or if `again`, now.
+    ASSUMED without a usable GPU. Warns of a slow link. Raises DeviceError if `again` and there is no usable GPU."""
     from rollkv.cuda.driver import DriverCalls, find_device
 
     try:
@@ -160,14 +160,15 @@ def machine_bandwidths(device: int, *, again: bool, tell: Callable[[str], None],
         known = None if again else RatesCache().load(card)
         if known is None:
             tell("measuring link and device memory, once for this card and driver")
-            return probe_device(device, warn).bandwidths or ASSUMED
+            rates = probe_device(device, warn)
+            return rates.bandwidths or ASSUMED, rates.pcie
     except DeviceError:
         if again:
             raise
-        return ASSUMED
+        return ASSUMED, PcieLink()
     if known.pcie.slow_words is not None:
         warn(known.pcie.slow_words)
-    return known.bandwidths
+    return known.bandwidths, known.pcie
 
 
 def ceilings(path: str | Path, rates: Rates, cache: CacheConfig, depth: int) -> Ceilings:

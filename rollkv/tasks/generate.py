@@ -12,7 +12,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from rollkv.chat import render_chat
-from rollkv.config import DEFAULT_PAGE_CELLS, DEFAULT_UBATCH, CacheConfig, KvType, ModelConfig, SamplingParams
+from rollkv.config import DEFAULT_PAGE_CELLS, DEFAULT_UBATCH, SMALLEST_UBATCH, CacheConfig, KvType, ModelConfig, SamplingParams
 from rollkv.engine import BackendName, Engine, Progress
 from rollkv.engine import load as load_engine
 from rollkv.errors import UsageError
@@ -96,12 +96,12 @@ def cache_config(
     *,
     residency: str = "auto",
     window_cells: int | None = None,
-    ubatch: int = DEFAULT_UBATCH,
+    ubatch: int | None = DEFAULT_UBATCH,
     cache_type_k: str = "f16",
     cache_type_v: str = "f16",
     page_cells: int = DEFAULT_PAGE_CELLS,
 ) -> CacheConfig:
-    """A checked CacheConfig. Raises UsageError naming the option and the value."""
+    """A checked CacheConfig. ubatch None: 4096, or less where memory is short. Raises UsageError naming the option and the value."""
     for option, value in (("--ctx-size", ctx_size), ("--window", window_cells), ("--ubatch", ubatch), ("page_cells", page_cells)):
         if value is not None and value < 1:
             raise UsageError(f"{option} {value}: the value must be 1 or more")
@@ -114,7 +114,8 @@ def cache_config(
             raise UsageError(f"{option} {name!r} is not known; choose one of {', '.join(sorted(known))}")
     if residency == "full" and window_cells is not None:
         raise UsageError(f"--residency full keeps every cell in VRAM and --window {window_cells} does not; give one of them")
-    return CacheConfig(ctx_size, page_cells, cache_type_k, cache_type_v, ubatch, residency, window_cells)  # type: ignore[arg-type]
+    rows, smallest = (DEFAULT_UBATCH, SMALLEST_UBATCH) if ubatch is None else (ubatch, None)
+    return CacheConfig(ctx_size, page_cells, cache_type_k, cache_type_v, rows, residency, window_cells, smallest)  # type: ignore[arg-type]
 
 
 class Generation(Iterator[str]):
@@ -235,7 +236,7 @@ def load(
     ctx_size: int | None = None,
     residency: str = "auto",
     window_cells: int | None = None,
-    ubatch: int = DEFAULT_UBATCH,
+    ubatch: int | None = None,
     cache_type_k: str = "f16",
     cache_type_v: str = "f16",
     page_cells: int = DEFAULT_PAGE_CELLS,
@@ -246,7 +247,8 @@ def load(
     """Loads a GGUF model; without a path, the small default model if it was brought.
 
     vram_target: bytes, or text such as "6GiB": what the process may hold on the device, all included. ctx_size: cells of the context,
-    4096 unless given, or what the model was trained for if that is less. warn takes one-line messages; without it they are Python warnings.
+    4096 unless given, or what the model was trained for if that is less. ubatch: prompt tokens in one pass, 4096 unless given, or less where
+    memory is short. warn takes one-line messages; without it they are Python warnings.
     Raises ModelFileError, UnsupportedModelError, OutOfMemoryError, DeviceError, UsageError.
     """
     tell = warn or (lambda message: warnings.warn(message, RuntimeWarning, stacklevel=3))

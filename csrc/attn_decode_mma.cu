@@ -26,8 +26,11 @@ __device__ __forceinline__ void add_values(float (&O)[4], u32 a, u32 b, u32 c, u
   mma_f16(O, __byte_perm(a, b, 0x5410), __byte_perm(a, b, 0x7632), __byte_perm(c, d, 0x5410), __byte_perm(c, d, 0x7632), P.x, P.y);
 }
 
+// Blocks a multiprocessor that the compiler shall leave registers for: newer chips spill with four.
+constexpr int leave_room(int blocks, int dim) { return __CUDA_ARCH__ < 1000 || blocks < 4 ? blocks : dim > 128 ? 2 : 3; }
+
 template <int kDim, int kWarps, int kBuffers, int kBlocks>
-__global__ void __launch_bounds__(kWarps * 32, __CUDA_ARCH__ >= 1000 && kBlocks > 3 ? 3 : kBlocks) attn_decode_mma(
+__global__ void __launch_bounds__(kWarps * 32, leave_room(kBlocks, kDim)) attn_decode_mma(
     const float* qkv,                  // [H*D + Hkv*D + Hkv*D]
     const float* __restrict__ q_norm,  // [D] or null
     const float* __restrict__ k_norm,  // [D] or null

@@ -212,7 +212,8 @@ class Launcher:
             self._calls.bindings.cuModuleUnload(self._modules.pop())
 
     def _configure(self, kernel: _Kernel, where: tuple[Any, ...]) -> Any:
-        """An early launch: it may begin when every block of the kernel before it has begun, and waits for the rest by itself."""
+        """An early launch: it may begin when every block of the kernel before it has begun, and waits for the rest by itself. Copies and events that the
+        stream waits for besides have ended when it begins, in recorded work too: only the step from kernel to kernel is loosened."""
         bindings = self._calls.bindings
         attribute = bindings.CUlaunchAttribute()
         attribute.id = bindings.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION

@@ -478,9 +478,10 @@ def test_every_head_has_one_block_in_decode() -> None:
         shape = attn_decode.launch_shape(group, 3, 7)
         assert shape.heads <= 8 and shape.heads * (shape.chunks - 1) < group <= shape.heads * shape.chunks
         assert shape.grid == (7 * shape.chunks, 3, 1)
-        for parts, threads in ((16, 256), (17, 256), (41, 128)):
-            ours = attn_decode.mma_launch_shape(128, group, 3, 7, parts)
-            assert ours == shape._replace(threads=threads, grid=(shape.chunks, 3, 7))
+        for dim in (64, 128, 192, 256):
+            shapes = [attn_decode.mma_shape(dim, group, 8, parts) for parts in (1, 16, 17, 1000)]
+            assert {(ours.heads, ours.chunks) for ours in shapes} == {(shape.heads, shape.chunks)}
+            assert [ours.warps for ours in shapes][::3] == [8, 4] and shapes[0] == shapes[1]
 
 
 def test_merge_covers_all_columns() -> None:

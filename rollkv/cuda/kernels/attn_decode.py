@@ -14,12 +14,13 @@ from rollkv.cuda.nvrtc import KernelError, KernelSpec
 _THREADS = 128
 _MAX_HEADS = 8  # query heads that one block holds sums for
 MERGED_WITHIN = 16  # parts up to which the attention kernels merge them themselves: kMergeSums of csrc/attn_merge.cuh
-# The tensor-core kernel by head size and parts: warps, buffers of 4 loads a lane, blocks that a multiprocessor must have room for. Few pages are bound by
-# latency and load as much of a page at once as registers hold; many are bound by memory, and smaller blocks even out what it does.
+# Forms of the tensor-core kernel by head size: warps, buffers of 4 loads a lane, blocks that a multiprocessor must have room for. Few pages are bound by
+# latency and load as much of a page at once as registers hold; many are bound by memory, and smaller blocks even out what it does. At 8,192 cells of 8 x 128
+# (256 blocks) the second takes 13.4 us and the third 15.7, at 13,312 (416 blocks) 20.4 and 18.9.
 _FEW_PAGES = {64: (8, 4, 1), 128: (8, 8, 1), 192: (8, 8, 1), 256: (8, 8, 1)}
-_SOME_PAGES = dict.fromkeys(_FEW_PAGES, (8, 4, 2))
+_SOME_PAGES = {64: (8, 4, 2), 128: (8, 4, 2), 192: (8, 8, 1), 256: (8, 8, 1)}
 _MANY_PAGES = dict.fromkeys(_FEW_PAGES, (4, 4, 4))
-_MANY = 41  # parts
+_SOME_BLOCKS = 264  # that an H200 runs at once in the second form
 _MMA_PAGE_CELLS = 256
 _MMA_MIN_GROUP = 4  # smaller groups are bound by memory in float32 too
 
@@ -51,15 +52,23 @@ def launch_shape(group: int, num_kv_heads: int, num_pages: int) -> Shape:
     return Shape(_THREADS, -(-group // chunks), chunks, (num_pages * chunks, num_kv_heads, 1))
 
 
+class MmaShape(NamedTuple):
+    """Launch constants of the tensor-core kernel, whose results depend on them, so they follow from the model and the parts of a step alone."""
+
+    warps: int
+    buffers: int
+    blocks: int  # a multiprocessor
+    heads: int  # of a block
+    chunks: int
+
+
 @cache
-def mma_launch_shape(dim: int, group: int, num_kv_heads: int, num_pages: int, num_parts: int) -> Shape:
-    """The tensor-core kernel: the same division, in another grid."""
+def mma_shape(dim: int, group: int, num_kv_heads: int, num_parts: int) -> MmaShape:
+    """For a step over num_parts pages: the same division of heads."""
     chunks = -(-group // _MAX_HEADS)
-    return Shape(_mma_form(dim, num_parts)[0] * 32, -(-group // chunks), chunks, (chunks, num_kv_heads, num_pages))
-
-
-def _mma_form(dim: int, num_parts: int) -> tuple[int, int, int]:
-    return (_FEW_PAGES if num_parts <= MERGED_WITHIN else _SOME_PAGES if num_parts < _MANY else _MANY_PAGES)[dim]
+    blocks = chunks * num_kv_heads * num_parts
+    forms = _FEW_PAGES if num_parts <= MERGED_WITHIN else _SOME_PAGES if blocks <= _SOME_BLOCKS else _MANY_PAGES
+    return MmaShape(*forms[dim], -(-group // chunks), chunks)
 
 
 @cache
@@ -69,9 +78,9 @@ def spec(key_type: KvType, value_type: KvType, key_dim: int, value_dim: int, hea
 
 
 @cache
-def mma_spec(dim: int, num_parts: int) -> KernelSpec:
-    """The tensor-core kernel for a step over num_parts pages."""
-    return KernelSpec("attn_decode_mma.cu", f"attn_decode_mma<{dim}, {', '.join(map(str, _mma_form(dim, num_parts)))}>", early=True)
+def mma_spec(dim: int, warps: int, buffers: int, blocks: int) -> KernelSpec:
+    """The tensor-core kernel in one of its forms."""
+    return KernelSpec("attn_decode_mma.cu", f"attn_decode_mma<{dim}, {warps}, {buffers}, {blocks}>", early=True)
 
 
 def instances() -> tuple[KernelSpec, ...]:
@@ -81,7 +90,8 @@ def instances() -> tuple[KernelSpec, ...]:
         spec("f32", "f32", 256, 256, 8),
         spec("f32", "bf16", 16, 32, 1),
     )
-    return plain + tuple(mma_spec(dim, parts) for dim in _FEW_PAGES for parts in (1, MERGED_WITHIN + 1, _MANY))
+    forms = {(dim, *form[dim]) for form in (_FEW_PAGES, _SOME_PAGES, _MANY_PAGES) for dim in form}
+    return plain + tuple(mma_spec(*form) for form in sorted(forms))
 
 
 def attend_step_bytes(num_cells: int, num_parts: int, layer: LayerConfig, page: PageFormat) -> int:
@@ -130,9 +140,10 @@ def attend_step(
     if variant(layer, page) == "mma":
         if not scale > 0:
             raise KernelError(f"attend_step: the scale of the scores must be positive, not {scale}")
-        shape = mma_launch_shape(page.key_dim, layer.group, layer.num_kv_heads, num_pages, num_parts)
-        heads = np.int32(layer.group), np.int32(shape.heads)
-        launcher.launch(mma_spec(page.key_dim, num_parts), shape.grid, shape.threads, *operands, *heads, window, eps, scale32)
+        ours = mma_shape(page.key_dim, layer.group, layer.num_kv_heads, num_parts)
+        kernel = mma_spec(page.key_dim, ours.warps, ours.buffers, ours.blocks)
+        grid, heads = (ours.chunks, layer.num_kv_heads, num_pages), (np.int32(layer.group), np.int32(ours.heads))
+        launcher.launch(kernel, grid, ours.warps * 32, *operands, *heads, window, eps, scale32)
     else:
         shape = launch_shape(layer.group, layer.num_kv_heads, num_pages)
         heads = np.int32(layer.group), np.int32(shape.heads)

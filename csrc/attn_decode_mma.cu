@@ -11,8 +11,8 @@
 // Pipeline  kBuffers buffers of 4 loads a lane, in the order they are written here. The first are asked for at once, before the kernels before this one
 //           have ended and before it is known which cells are visible: those of earlier steps are in their pages, the new cell joins its fragments from
 //           shared memory, and what else may lie in the page gets no weight.
-// Bound     latency up to some 32 pages, then device memory. Tried: copies into a ring in shared memory that runs ahead from page to page, 65 % slower at
-//           32,768 cells.
+// Bound     latency up to some 32 pages, then device memory. Tried: copies into a ring in shared memory that runs ahead from page to page, 63 us
+//           instead of 47 at 32,768 cells.
 #include "attn_merge.cuh"
 #include "head_rows.cuh"
 #include "kv_page.cuh"

@@ -20,7 +20,7 @@ MERGED_WITHIN = 16  # parts up to which the attention kernels merge them themsel
 _FEW_PAGES = {64: (8, 4, 1), 128: (8, 8, 1), 192: (8, 8, 1), 256: (8, 8, 1)}
 _SOME_PAGES = {64: (8, 4, 2), 128: (8, 4, 2), 192: (8, 8, 1), 256: (8, 8, 1)}
 _MANY_PAGES = dict.fromkeys(_FEW_PAGES, (4, 4, 4))
-_SOME_BLOCKS = 264  # that an H200 runs at once in the second form
+_SOME_BLOCKS = 256  # an H200 runs 264 at once in the second form
 _MMA_PAGE_CELLS = 256
 _MMA_MIN_GROUP = 4  # smaller groups are bound by memory in float32 too
 
@@ -64,9 +64,9 @@ class MmaShape(NamedTuple):
 
 @cache
 def mma_shape(dim: int, group: int, num_kv_heads: int, num_parts: int) -> MmaShape:
-    """For a step over num_parts pages: the same division of heads."""
+    """For a step over num_parts pages: the same division of heads. The form changes behind powers of two of pages, where rehearsals look for kernels."""
     chunks = -(-group // _MAX_HEADS)
-    blocks = chunks * num_kv_heads * num_parts
+    blocks = chunks * num_kv_heads * (1 << (num_parts - 1).bit_length())
     forms = _FEW_PAGES if num_parts <= MERGED_WITHIN else _SOME_PAGES if blocks <= _SOME_BLOCKS else _MANY_PAGES
     return MmaShape(*forms[dim], -(-group // chunks), chunks)
 

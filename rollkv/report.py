@@ -139,7 +139,7 @@ def budget_table(budget: Budget) -> str:
 def prediction_line(budget: Budget) -> str:
     """What decode behind a full context could reach, and where the two rates come from that it follows from."""
     step, rates = budget.step, budget.rates
-    alone = f"device memory alone {1 / step.beside_link:.1f} at {format_rate(rates.hbm)} ({rates.hbm_origin})"
+    alone = f"device memory alone {1 / step.compute:.1f} at {format_rate(rates.hbm)} ({rates.hbm_origin})"
     if budget.spills:
         alone += f", link alone {1 / step.beside_compute:.1f} at {format_rate(rates.link)} ({rates.link_origin})"
     estimate = ", an estimate" if "assumed" in (rates.link_origin, rates.hbm_origin) else ""
@@ -152,10 +152,10 @@ def ring_line(budget: Budget) -> str:
         return "no staging ring: everything is resident"
     step, ring = budget.step, budget.ring
     size = dict(budget.device)["staging ring"] // ring.num_slots
-    times = {name: f"{name} {1e3 * getattr(step, name):.3f}" for name in ("compute", "fill", "link", "stalls", "drain")}
+    times = {name: f"{name} {1e3 * getattr(step, name):.3f}" for name in ("compute", "link", "stalls", "drain")}
     return (
         f"staging ring of {ring.num_slots} slots of {ring.slot_pages} pages ({format_size(size)}): a step of {1e3 * step.seconds:.3f} ms is the larger "
-        f"of {times['compute']} + {times['fill']} and {times['link']} + {times['stalls']} + {times['drain']}"
+        f"of {times['compute']} and {times['link']} + {times['stalls']} + {times['drain']}"
     )
 
 

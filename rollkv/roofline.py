@@ -3,9 +3,9 @@ chosen and speeds predicted. Nothing that is computed depends on it.
 
 A step reads every weight and every cached cell once from device memory. Meanwhile the tail crosses the link piece by piece:
 
-  step    = max(compute + fill, link + stalls + drain)
-  compute = bytes of weights and cells / rate of device memory + WAIT_SECONDS for each piece
-  fill    = the first piece, for which attention of the first layer waits: copies begin with the step
+  step    = max(compute, link + stalls + drain)
+  compute = bytes of weights and cells / rate of device memory, and what pieces cost though they have long arrived: ARRIVAL_SECONDS each,
+            WAIT_SECONDS for those that one wait serves (half of the slots), LAUNCH_SECONDS for those of a layer but its last, which goes with the window
   link    = over all pieces: max(PIECE_FLOOR_SECONDS, PIECE_LATENCY_SECONDS + bytes / rate of the link)
   stalls  = over all layers: what of the time between two attentions (that of a layer's weights) copies into all slots do not fill
   drain   = what is computed behind the last piece: a layer's weights
@@ -22,9 +22,9 @@ from rollkv.pages import pages_for
 # Copies from pinned memory on an H200 (PCIe 5 x16, 54.9 GB/s in large pieces): 52.5 GB/s in pieces of 4 MiB, 50.5 of 2, 47 of 1; 13 of 0.25.
 PIECE_LATENCY_SECONDS = 3.3e-6
 PIECE_FLOOR_SECONDS = 20e-6
-# What a piece costs compute though it has long arrived, in a recorded step on the same card: 36 layers took 3.24 ms without a tail, 3.52 with one
-# piece of 2 MiB each and 3.77 with two of 1 MiB.
-WAIT_SECONDS = 6.5e-6
+# In a recorded step on the same card 36 layers took 2.96 ms without a tail; with one piece of 1 MiB each 3.19 through two slots, 3.10 through four
+# and 3.04 through eight; with two of 2 MiB 3.50 through four.
+ARRIVAL_SECONDS, WAIT_SECONDS, LAUNCH_SECONDS = 1.5e-6, 5e-6, 7e-6
 
 
 @dataclass(frozen=True)
@@ -68,15 +68,9 @@ class StepCost:
     """The terms of one step in seconds: numbers, or arrays with an entry for each of many plans."""
 
     compute: Any
-    fill: Any = 0.0
     link: Any = 0.0
     stalls: Any = 0.0
     drain: Any = 0.0
-
-    @property
-    def beside_link(self) -> Any:
-        """If copies took no time but the first."""
-        return self.compute + self.fill
 
     @property
     def beside_compute(self) -> Any:
@@ -85,18 +79,18 @@ class StepCost:
 
     @property
     def seconds(self) -> Any:
-        return np.maximum(self.beside_link, self.beside_compute)
+        return np.maximum(self.compute, self.beside_compute)
 
     @property
     def bound(self) -> str:
         """What a single step waits for."""
-        return "link" if self.beside_compute > self.beside_link else "device memory"
+        return "link" if self.beside_compute > self.compute else "device memory"
 
     def as_dict(self) -> dict[str, object]:
         return {
             "tokens_per_second": 1 / self.seconds,
             "bound": self.bound,
-            **{f"{name}_ms": 1e3 * getattr(self, name) for name in ("compute", "fill", "link", "stalls", "drain")},
+            **{f"{name}_ms": 1e3 * getattr(self, name) for name in ("compute", "link", "stalls", "drain")},
         }
 
 
@@ -121,6 +115,5 @@ def streamed_cost(traffic: Traffic, rates: Bandwidths, tail_pages: Any, num_slot
         piece = piece_seconds(tail_pages * page_bytes / count, rates.link)
         link = link + layers * count * piece
         stalls = stalls + layers * np.maximum(elsewhere - num_slots * piece, 0.0)
-    compute = traffic.token_bytes / rates.hbm + num_layers * count * WAIT_SECONDS
-    fill = piece_seconds(pages_for(tail_pages, count) * traffic.page_bytes[0], rates.link)
-    return StepCost(compute, fill, link, stalls, elsewhere)
+    pieces = count * (ARRIVAL_SECONDS + WAIT_SECONDS / np.maximum(num_slots // 2, 1)) + (count - 1) * LAUNCH_SECONDS
+    return StepCost(traffic.token_bytes / rates.hbm + num_layers * pieces, link, stalls, elsewhere)

@@ -3,7 +3,17 @@
 import numpy as np
 import pytest
 
-from rollkv.roofline import WAIT_SECONDS, Bandwidths, StepCost, Traffic, piece_seconds, resident_cost, streamed_cost
+from rollkv.roofline import (
+    ARRIVAL_SECONDS,
+    LAUNCH_SECONDS,
+    WAIT_SECONDS,
+    Bandwidths,
+    StepCost,
+    Traffic,
+    piece_seconds,
+    resident_cost,
+    streamed_cost,
+)
 from rollkv.units import MIB
 
 H200 = Bandwidths(54.9e9, 4.3e12)
@@ -26,19 +36,17 @@ def test_a_streamed_step_by_hand() -> None:
     """Two layers, ten pages of 1 MB each, six of them in the tail, in pieces of three: link 1 GB/s, device memory 100 GB/s."""
     traffic, rates = Traffic(400_000_000, (1_000_000, 1_000_000), 10), Bandwidths(1e9, 100e9)
     cost = streamed_cost(traffic, rates, 6, 2, 3)
-    assert cost.compute == pytest.approx(0.0042 + 4 * WAIT_SECONDS)
+    assert cost.compute == pytest.approx(0.0042 + 4 * (ARRIVAL_SECONDS + WAIT_SECONDS) + 2 * LAUNCH_SECONDS)
     assert cost.link == pytest.approx(4 * (0.003 + 3.3e-6))
-    assert cost.fill == pytest.approx(0.003 + 3.3e-6) and cost.drain == pytest.approx(0.002)
+    assert cost.drain == pytest.approx(0.002)
     assert cost.stalls == 0, "6 ms of copies fill the ring, 2 ms of weights a layer"
     assert cost.seconds == pytest.approx(cost.link + 0.002) and cost.bound == "link"
     # On a slower device the weights of a layer take 4 ms: two slots of one page are full after 2 of them.
     slow = Bandwidths(1e9, 50e9)
     assert streamed_cost(traffic, slow, 6, 2, 1).stalls == pytest.approx(2 * (0.004 - 0.002 - 6.6e-6))
     assert streamed_cost(traffic, slow, 6, 4, 1).stalls == 0
-    # Seven pages go in pieces of three, two and two.
-    assert streamed_cost(traffic, rates, 7, 2, 3).fill == pytest.approx(0.003 + 3.3e-6)
-    short = streamed_cost(traffic, rates, 1, 2, 1)
-    assert short.bound == "device memory" and short.seconds == pytest.approx(0.0042 + 2 * WAIT_SECONDS + 0.001 + 3.3e-6)
+    short = streamed_cost(traffic, rates, 1, 4, 1)
+    assert short.bound == "device memory" and short.seconds == pytest.approx(0.0042 + 2 * (ARRIVAL_SECONDS + WAIT_SECONDS / 2))
 
 
 def test_layers_of_several_sizes_add_up() -> None:
@@ -58,12 +66,12 @@ def test_arrays_of_plans_cost_what_each_plan_does() -> None:
 
 @pytest.mark.parametrize(
     "tail_pages,num_slots,slot_pages,milliseconds",
-    [(1, 2, 1, 3.472), (2, 2, 1, 3.765), (2, 2, 2, 3.521), (4, 2, 2, 3.826), (4, 2, 4, 3.595), (8, 4, 2, 6.212), (8, 2, 4, 5.908),
-     (8, 2, 8, 5.806), (16, 2, 4, 11.534), (16, 2, 8, 11.399), (16, 2, 16, 11.278), (16, 4, 16, 11.251), (32, 4, 4, 22.836),
-     (32, 2, 8, 22.431), (32, 2, 16, 22.236), (32, 4, 16, 22.226)],
+    [(1, 2, 1, 3.191), (1, 4, 1, 3.096), (1, 8, 1, 3.042), (2, 2, 2, 3.222), (2, 4, 2, 3.108), (2, 8, 2, 3.067), (3, 4, 3, 3.136), (3, 8, 3, 3.071),
+     (4, 4, 2, 3.503), (4, 8, 2, 3.365), (4, 2, 4, 3.303), (4, 4, 4, 3.180), (4, 8, 4, 3.136), (5, 4, 5, 3.635), (8, 4, 4, 5.800), (8, 4, 8, 5.659),
+     (16, 4, 8, 11.216), (16, 4, 16, 11.108), (32, 4, 8, 22.370), (32, 2, 16, 22.126), (32, 4, 16, 22.088)],
 )  # fmt: skip
 def test_steps_take_what_was_measured(tail_pages: int, num_slots: int, slot_pages: int, milliseconds: float) -> None:
-    """Recorded steps of qwen3-8b's shape on an H200, Q8_0, 33 pages of f16 cells, 3.244 ms without a tail: within 3 %."""
+    """Recorded steps of qwen3-8b's shape on an H200, Q8_0, 33 pages of f16 cells, 2.957 ms without a tail: within 4 %."""
     traffic = Traffic(8_040_000_000, (MIB,) * 36, 33)
-    rates = Bandwidths(54.9e9, traffic.token_bytes / 3.244e-3)  # what that step made of device memory
-    assert 1e3 * streamed_cost(traffic, rates, tail_pages, num_slots, slot_pages).seconds == pytest.approx(milliseconds, rel=0.03)
+    rates = Bandwidths(54.9e9, traffic.token_bytes / 2.957e-3)  # what that step made of device memory
+    assert 1e3 * streamed_cost(traffic, rates, tail_pages, num_slots, slot_pages).seconds == pytest.approx(milliseconds, rel=0.04)

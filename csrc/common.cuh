@@ -126,7 +126,21 @@ __device__ __forceinline__ uint4 fresh16(const void* address) {
 
 // ---- reductions in a fixed order: the result depends on the values and the block size alone, and every thread receives it ---------
 
-// Butterfly: at each step both partners add the same two numbers, so all lanes end with equal bits.
+// Butterflies: at each step both partners add the same two numbers, so all lanes end with equal bits. Over kLanes neighbouring lanes:
+template <int kLanes>
+__device__ __forceinline__ float lanes_sum(float value) {
+#pragma unroll
+  for (int step = 1; step < kLanes; step *= 2) value = __fadd_rn(value, __shfl_xor_sync(kAllLanes, value, step));
+  return value;
+}
+
+template <int kLanes>
+__device__ __forceinline__ float lanes_max(float value) {
+#pragma unroll
+  for (int step = 1; step < kLanes; step *= 2) value = fmaxf(value, __shfl_xor_sync(kAllLanes, value, step));
+  return value;
+}
+
 __device__ __forceinline__ float warp_sum(float value) {
 #pragma unroll
   for (int step = 16; step; step /= 2) value += __shfl_xor_sync(kAllLanes, value, step);

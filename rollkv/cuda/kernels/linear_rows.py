@@ -11,8 +11,8 @@ from rollkv.cuda.kernels.activation import ACTIVATIONS, NO_ACTIVATION
 from rollkv.cuda.nvrtc import KernelError, KernelSpec
 from rollkv.cuda.weights_gpu import CudaWeight
 from rollkv.quants import FORMATS, TILE_ROWS
+from rollkv.workspace import MAX_FEW_ROWS
 
-MAX_ROWS = 16
 WARPS = 8
 _ROWS = (1, 2, 4, 8, 16)
 _PAD_BYTES = 32  # of a staged row of x
@@ -167,8 +167,8 @@ def _launch(
 ) -> None:
     """pitch: columns of a row of out."""
     num_rows = x.shape[0]
-    if not 1 <= num_rows <= MAX_ROWS:
-        raise KernelError(f"linear_rows: x has {num_rows} rows; 1 to {MAX_ROWS} were wanted")
+    if not 1 <= num_rows <= MAX_FEW_ROWS:
+        raise KernelError(f"linear_rows: x has {num_rows} rows; 1 to {MAX_FEW_ROWS} were wanted")
     check_array("linear_rows", "x", x, (num_rows, weight.columns), "f32")
     if norm is not None:
         check_array("linear_rows", "norm", norm.weight, (weight.columns,), "f32")

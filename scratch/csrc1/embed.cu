@@ -1,0 +1,49 @@
+// out[t] = scale * row(tokens[t]) of a table of any type in its device form.
+//
+// A token outside the table gives a row of NaN (and reads nothing), so that the run's check for non-finite values reports it.
+// Operands  tokens i32 [T]; planes of TYPE [vocab, columns]; out f32 [T][columns].
+// Mapping   a thread takes a quarter of a span (16 columns of 64) of one row: what lane (row mod 8) * 4 + t holds. It also loads, and leaves, the
+//           other row of that lane, which costs nothing beside the launch.
+// Bound     the launch at T = 1; memory at many tokens (T * columns * (4 + 2 * bytes of a weight)).
+// Oracle    scale * quants.dequantise, bit for bit
+#include "quants.cuh"
+
+template <int TYPE>
+__global__ void __launch_bounds__(128) embed(
+    const int* tokens,                                                                                           // [T]
+    const u8* __restrict__ p0, const u8* __restrict__ p1, const u8* __restrict__ p2, const u8* __restrict__ p3,  // planes
+    float* out,                                                                                                  // [T][columns]
+    float scale, int vocab, int columns, int spans) {
+  using Q = Quant<TYPE>;
+  let_next_begin();
+  wait_for_previous();
+  const int i = blockIdx.y * 128 + threadIdx.x, span = i >> 2, t = i & 3;
+  if (span >= spans) return;
+  const int token = fresh(tokens + blockIdx.x);
+  const bool known = token >= 0 && token < vocab;
+  const int row = known ? token : 0;
+  Q q;
+  q.load(Planes{p0, p1, p2, p3}, i64(row / kTileRows) * spans + span, (row & 7) * 4 + t);
+#pragma unroll
+  for (int step = 0; step < Q::kSpan / kStepColumns; step++) {
+#pragma unroll
+    for (int run = 0; run < 4; run++) {  // (s, m)
+      float v[4];
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const int reg = run * 4 + (i >> 1) * 2;
+        const float value = row & 8 ? weight_value(q, step, reg + 1, i & 1) : weight_value(q, step, reg, i & 1);
+        v[i] = known ? __fmul_rn(scale, value) : __uint_as_float(0x7fc00000u);
+      }
+      const int column = span * Q::kSpan + step * kStepColumns + register_column(run * 4, t);
+      float* target = out + i64(blockIdx.x) * columns + column;
+      if (columns % 4 == 0) {
+        if (column < columns) *reinterpret_cast<float4*>(target) = make_float4(v[0], v[1], v[2], v[3]);
+      } else {
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+          if (column + i < columns) target[i] = v[i];
+      }
+    }
+  }
+}

@@ -1,0 +1,77 @@
+// From one layer's product to its attention: queries are normed and rotated; keys likewise, and they and the values go into their pages, rounded
+// to the cache's types (to nearest, ties to even).
+//
+// Formula   head = x / sqrt(mean(x^2) + eps) * norm, where there is a norm; then pairs (a, b) -> (a cos - b sin, a sin + b cos): interleaved (2i, 2i+1),
+//           or halves (i, i + pairs). Values are stored as they are.
+// Operands  qkv f32 [T][H*Dk + Hkv*Dk + Hkv*Dv]; q_norm, k_norm f32 [Dk] or null; table f32 [T][pairs][2], pairs <= Dk / 2; position i32 [1] = cell of
+//           row 0; pool bytes [slot][K then V][Hkv][P][D]; q f32 [T][H*Dk].
+// Mapping   block (t, 8 heads), a warp a head, its row in shared memory. A launch serves one run of pages; tokens whose cell lies outside it are
+//           left, queries and all, to the launch of another run.
+// Bound     memory: T * (8 H Dk + Hkv (Dk + Dv) * (4 + 2)) bytes with 16-bit caches. At T = 1 it is a launch and nothing else: with three norms, two
+//           rotations and the append apart it was five.
+// Oracle    reference.rms_norm, reference.rope; NumPy's rounding
+#include "kv_page.cuh"
+
+constexpr int kWarps = 8;
+
+template <typename KeyType, typename ValueType, int kKeyDim, int kValueDim>
+__global__ void __launch_bounds__(kWarps * 32) qkv_append(
+    const float* qkv,                  // [T][H*Dk + Hkv*Dk + Hkv*Dv]
+    const float* __restrict__ q_norm,  // [Dk] or null
+    const float* __restrict__ k_norm,  // [Dk] or null
+    const float* table,                // [T][pairs][2]
+    const int* position,               // [1]
+    u8* pool,                          // [num_slots][page_bytes]
+    float* q,                          // [T][H*Dk]
+    int num_slots, int first_slot, int first_page, int num_pages, int num_heads, int num_kv_heads, int page_cells, int pairs, int interleaved, float eps) {
+  constexpr int kDim = kKeyDim > kValueDim ? kKeyDim : kValueDim;
+  __shared__ float rows[kWarps][kDim];
+  const int t = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32, head = blockIdx.y * kWarps + warp;
+  let_next_begin();
+  wait_for_previous();
+
+  const int cell = fresh(position) + t;
+  const int page = cell / page_cells - first_page;
+  if (cell < 0 || page < 0 || page >= num_pages || head >= num_heads + 2 * num_kv_heads) return;
+  const KvPages<KeyType, ValueType, kKeyDim, kValueDim> pages{pool, num_slots, first_slot, num_kv_heads, page_cells};
+  const i64 row = cell % page_cells;
+  const float* source = qkv + i64(t) * ((num_heads + num_kv_heads) * kKeyDim + num_kv_heads * kValueDim);
+
+  if (head >= num_heads + num_kv_heads) {
+    const int kv_head = head - num_heads - num_kv_heads;
+    ValueType* target = const_cast<ValueType*>(pages.values(page, kv_head)) + row * kValueDim;
+    source += (num_heads + num_kv_heads) * kKeyDim + kv_head * kValueDim;
+    for (int d = lane; d < kValueDim; d += 32) target[d] = from_float<ValueType>(fresh(source + d));
+    return;
+  }
+
+  const bool is_query = head < num_heads;
+  const float* norm = is_query ? q_norm : k_norm;
+  float* x = rows[warp];
+  source += head * kKeyDim;
+  float squares = 0.0f;
+  for (int d = lane; d < kKeyDim; d += 32) {
+    x[d] = fresh(source + d);
+    squares = __fmaf_rn(x[d], x[d], squares);
+  }
+  if (norm != nullptr) {
+    const float scale = 1.0f / sqrtf(warp_sum(squares) / float(kKeyDim) + eps);
+    for (int d = lane; d < kKeyDim; d += 32) x[d] = x[d] * scale * norm[d];
+  }
+  __syncwarp();
+  const float2* angles = reinterpret_cast<const float2*>(table) + i64(t) * pairs;
+  for (int d = lane; d < kKeyDim; d += 32) {
+    float value = x[d];
+    if (d < 2 * pairs) {
+      const bool second = interleaved ? d & 1 : d >= pairs;
+      const float2 angle = fresh(angles + (interleaved ? d / 2 : second ? d - pairs : d));  // cos, sin
+      const float other = x[interleaved ? d ^ 1 : second ? d - pairs : d + pairs];
+      value = second ? other * angle.y + value * angle.x : value * angle.x - other * angle.y;
+    }
+    if (is_query) {
+      q[(i64(t) * num_heads + head) * kKeyDim + d] = value;
+    } else {
+      const_cast<KeyType*>(pages.keys(page, head - num_heads))[row * kKeyDim + d] = from_float<KeyType>(value);
+    }
+  }
+}

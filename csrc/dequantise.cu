@@ -26,6 +26,7 @@ __global__ void __launch_bounds__(256) dequantise(
   const i64 tile = i64(first_tile) + blockIdx.y;
   Q q;
   q.load(Planes{{p0, p1, p2, p3}}, tile * spans + span, lane);
+  q.open();
   const int first_row = blockIdx.y * kTileRows + (lane >> 2);
 #pragma unroll
   for (int step = 0; step < Q::kSpan / kStepColumns; step++) {

@@ -24,6 +24,7 @@ __global__ void __launch_bounds__(128) embed(
   const int row = known ? token : 0;
   Q q;
   q.load(Planes{{p0, p1, p2, p3}}, i64(row / kTileRows) * spans + span, (row & 7) * 4 + t);
+  q.open();
 #pragma unroll
   for (int step = 0; step < Q::kSpan / kStepColumns; step++) {
 #pragma unroll

@@ -74,6 +74,26 @@ __device__ __forceinline__ void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
 }
 
+#ifdef BULK
+__device__ __forceinline__ void barrier_init(u32 bar) { asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(bar) : "memory"); }
+__device__ __forceinline__ void barrier_expect(u32 bar, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void barrier_wait(u32 bar, u32 parity) {
+  asm volatile("{\n.reg .pred p;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@!p bra again;\n}" ::"r"(bar), "r"(parity) : "memory");
+}
+template <typename Q>
+__device__ __forceinline__ void bulk_span(u32 to, const Planes& planes, u32 span, u32 bar) {
+#pragma unroll
+  for (int k = 0; k < kMaxPlanes; k++) {
+    const int bytes = Q::kPlaneBytes[k];
+    if (bytes == 0) continue;
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(planes.at[k] + u64(span) * bytes), "r"(bytes), "r"(bar) : "memory");
+    to += bytes;
+  }
+}
+#endif
+
 // One span of one tile, plane behind plane, by a warp.
 template <typename Q>
 __device__ __forceinline__ void copy_span(u32 to, const Planes& planes, u32 span, int lane) {
@@ -124,6 +144,12 @@ __device__ __forceinline__ u32 magnitude_bits(const float4& v) {
   return max(max(magnitude_bits(v.x), magnitude_bits(v.y)), max(magnitude_bits(v.z), magnitude_bits(v.w)));
 }
 
+#ifdef STAMP
+__device__ u64 stamps[40 * 264 * 8];
+#define MARK(i) if (threadIdx.x == 0) { u64 now; asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)); stamps[((ldy - N) * 264 + blockIdx.x) * 8 + i] = now; }
+#else
+#define MARK(i)
+#endif
 // How x is staged, and multiplied by the weights of one span. A part of x is a column of the B operand: 3t, 3t+1, 3t+2 of row t.
 template <int TYPE, int T, int kAllWarps>
 struct Product {
@@ -194,7 +220,7 @@ struct Product {
   }
 
   // A unit of row t: lanes have columns c to c + 3 and c + 128 to c + 131.
-  static __device__ __forceinline__ void put_unit(const Staged& to, int t, int unit, int lane, int length, float4 (&v)[2]) {
+  static __device__ __forceinline__ void put_unit(const Staged& to, int t, int unit, int lane, int length, float4 (&v)[2], int g_id = 0) {
     const int c = unit * kUnit + lane * 4;
     if constexpr (kHasShift) {
 #pragma unroll
@@ -206,6 +232,9 @@ struct Product {
     }
     if constexpr (kScaledX) {
       const u32 most = __reduce_max_sync(kAllLanes, max(magnitude_bits(v[0]), magnitude_bits(v[1])));
+#ifdef STAMP
+      if (threadIdx.x == 0 && unit == 0) { u64 now; asm volatile("mov.u64 %0, %%globaltimer; // %1" : "=l"(now) : "r"(most)); stamps[(g_id * 264 + blockIdx.x) * 8 + 6] = now; }
+#endif
       const bool finite = most < 0x7f800000u;
       // Biased exponents: of 1 / scale (digits: times 65536), and of the scale.
       int exponent = max(int(most >> 23), 27) - (kBytes ? 6 : 14);  // bytes: largest / scale in [64, 128); halves: in [2^14, 2^15)
@@ -227,7 +256,7 @@ struct Product {
 
   // Stages columns [first, first + length) of x * norm; at T = 1 adds this thread's share to the sums of squares.
   static __device__ __forceinline__ void stage(const float* x, const float* norm, int rows, int columns, int first, int length, const Staged& to,
-                                               float (&squares)[kOwnSquares]) {
+                                               float (&squares)[kOwnSquares], int g_id = 0) {
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     const bool aligned = columns % 4 == 0;
     const int inside = min(length, columns - first);
@@ -247,7 +276,7 @@ struct Product {
             if constexpr (T == 1) squares[own] = add_squares(add_squares(squares[own], v[0]), v[1]);
             v[0] = times(v[0], w[0]), v[1] = times(v[1], w[1]);
           }
-          put_unit(to, t, unit, lane, length, v);
+          put_unit(to, t, unit, lane, length, v, g_id);
         }
       }
     }
@@ -255,7 +284,8 @@ struct Product {
 
   // sums += weights of one span times the columns staged from `column` on. With many columns the steps are a loop, over
   // which the codes rotate through the registers: unrolled, the assembler decodes all steps early and runs out of registers.
-  static __device__ __forceinline__ void multiply(Q& q, const Staged& x, int column, int lane, Sums& sums) {
+  static __device__ __forceinline__ void multiply(Q q, const Staged& x, int column, int lane, Sums& sums) {
+    q.open();
     if constexpr (!kBytes) {
 #pragma unroll
       for (int s = 0; s < 2; s++) multiply_floats(q, s, x, column + s * 32, lane, sums);
@@ -269,9 +299,7 @@ struct Product {
   }
 
   static __device__ __forceinline__ uint2 digits_of(const Staged& x, int n, int first, int lane) {
-    uint2 b = make_uint2(0, 0);
-    if (n * 8 + (lane >> 2) < kColumns) b = *reinterpret_cast<const uint2*>(x.parts + (n * 8 + (lane >> 2)) * x.pitch + first + (lane & 3) * 8);
-    return b;
+    return *reinterpret_cast<const uint2*>(x.parts + min(n * 8 + (lane >> 2), kColumns - 1) * x.pitch + first + (lane & 3) * 8);
   }
 
   // 32 columns with a scale of their own.
@@ -372,8 +400,7 @@ struct Product {
     }
 #pragma unroll
     for (int n = 0; n < kBlocksN; n++) {
-      uint4 b = make_uint4(0, 0, 0, 0);
-      if (n * 8 + g < kColumns) b = *reinterpret_cast<const uint4*>(x.parts + (n * 8 + g) * x.pitch + (first + t * 8) * 2);
+      const uint4 b = *reinterpret_cast<const uint4*>(x.parts + min(n * 8 + g, kColumns - 1) * x.pitch + (first + t * 8) * 2);
       float c[4] = {};
 #pragma unroll
       for (int part = Q::kParts - 1; part >= 0; part--) {
@@ -426,12 +453,6 @@ __device__ __forceinline__ int following_tile(int tile, int groups, bool paired)
 
 __device__ __forceinline__ void group_barrier(int group) { asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(kGroupThreads) : "memory"); }
 
-#ifdef STAMP
-__device__ u64 stamps[256 * 8];
-#define MARK(i) if (threadIdx.x == 0) { u64 now; asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)); stamps[blockIdx.x * 8 + i] = now; }
-#else
-#define MARK(i)
-#endif
 
 template <int TYPE, int T, int kGroups, int kDepth>
 __global__ void __launch_bounds__(kGroups * kGroupThreads, RESIDENT(T, kGroups)) linear_rows(
@@ -457,33 +478,88 @@ __global__ void __launch_bounds__(kGroups * kGroupThreads, RESIDENT(T, kGroups))
   const int pair = paired ? 2 : 1, lead_tile = pair * blockIdx.x, first_tile = lead_tile + pair * group * gridDim.x;
   const Planes planes{{p0, p1, p2, p3}};
   MARK(0)
-  let_next_begin();
+#ifndef TRIG
+#define TRIG 0
+#endif
+  if (TRIG == 0) let_next_begin();
+  bool told = TRIG != 2, waited = false;
+#ifndef THRESH
+#define THRESH total / 2
+#endif
+  const int per_tile = (spans - warp + kWarps - 1) / kWarps, total = per_tile * ((tiles - first_tile + groups - 1) / groups);
+  const int threshold = max(kDepth + 1, THRESH);
+  int issued = 0;
 
+#ifdef REGS
+  const typename P::Staged staged(dynamic, k_tile);
+  const u32 zero = u32(rows) >> 16;
+  Q weights[kDepth];
+#pragma unroll
+  for (int d = 0; d < kDepth; d++) {
+    const int span = warp + d * kWarps;
+    if (span < spans && first_tile < tiles) weights[d].load(planes, i64(first_tile) * spans + span, lane);
+  }
+#else
   u8* const ring = dynamic + (group * kWarps + warp) * (kDepth * kSlotBytes);
   const u32 ring_address = u32(__cvta_generic_to_shared(ring));
   const typename P::Staged staged(dynamic + kAllWarps * kDepth * kSlotBytes, k_tile);
   int ahead_tile = warp < spans ? first_tile : tiles, ahead = warp;
-  auto copy_ahead = [&](int slot) {
+#ifdef BULK
+  __shared__ u64 full[kAllWarps][kDepth];
+  const u32 bar = u32(__cvta_generic_to_shared(full[group * kWarps + warp]));
+  if (lane < kDepth) barrier_init(bar + lane * 8);
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  __syncwarp();
+#endif
+  auto copy_ahead = [&](int number) {
     if (ahead_tile < tiles) {
+#ifdef BULK
+      const int present = kBatch == 2 && ahead + kWarps >= spans ? 1 : kBatch;
+      if (lane == 0) barrier_expect(bar + number * 8, present * kSpanBytes<Q>);
+#endif
 #pragma unroll
       for (int b = 0; b < kBatch; b++) {
         const int span = ahead + b * kWarps;
-        if (b == 0 || span < spans) copy_span<Q>(ring_address + slot + b * kSpanBytes<Q>, planes, u32(ahead_tile * spans + span), lane);
+#ifdef BULK
+        if (lane == 0 && (b == 0 || span < spans)) bulk_span<Q>(ring_address + number * kSlotBytes + b * kSpanBytes<Q>, planes, u32(ahead_tile * spans + span), bar + number * 8);
+#else
+        if (b == 0 || span < spans) copy_span<Q>(ring_address + number * kSlotBytes + b * kSpanBytes<Q>, planes, u32(ahead_tile * spans + span), lane);
+#endif
       }
       ahead += kBatch * kWarps;
       if (ahead >= spans) ahead = warp, ahead_tile = following_tile(ahead_tile, groups, paired);
     }
+#ifndef BULK
     commit_copies();
+#endif
+    issued++;
+    if (TRIG == 4 && waited && threadIdx.x < 32 && issued == threshold) let_next_begin();
+    if (TRIG == 2 && waited && !told && (paired ? (ahead_tile & ~1) + 2 * groups : ahead_tile + groups) >= tiles) told = true, let_next_begin();
   };
 #pragma unroll
-  for (int d = 0; d < kDepth - 1; d++) copy_ahead(d * kSlotBytes);
-  int slot = 0, free_slot = (kDepth - 1) * kSlotBytes;
+  for (int d = 0; d < kDepth; d++) copy_ahead(d);
+  int slot = 0;
+  u32 parity = 0;
+#endif
   if (norm != nullptr) {
     for (int c = threadIdx.x * 32; c < K; c += kGroups * kGroupThreads * 32) asm volatile("prefetch.global.L2 [%0];" ::"l"(norm + c));
   }
+  float squares[P::kOwnSquares] = {};
+#ifdef WARM
+  if constexpr (T == 1) P::stage(x, norm, 0, K, 0, min(spans, staged_spans) * Q::kSpan, staged, squares);
+#endif
   MARK(1)
+#ifdef SYNC0
+  __syncthreads();
+#endif
   wait_for_previous();
   MARK(2)
+  if (TRIG == 1) let_next_begin();
+#ifndef REGS
+  waited = true;
+  if (TRIG == 4 && threadIdx.x < 32 && total <= kDepth) let_next_begin();
+  if (TRIG == 2 && (paired ? (ahead_tile & ~1) + 2 * groups : ahead_tile + groups) >= tiles) told = true, let_next_begin();
+#endif
 
   if constexpr (T > 1) {
     if (norm != nullptr) {
@@ -506,7 +582,6 @@ __global__ void __launch_bounds__(kGroups * kGroupThreads, RESIDENT(T, kGroups))
     }
   }
 
-  float squares[P::kOwnSquares] = {};
   int buffer = 0;
   for (int tile = first_tile, lead = lead_tile; lead < tiles; tile = following_tile(tile, groups, paired), lead = following_tile(lead, groups, paired)) {
     typename P::Sums sums = {};
@@ -516,7 +591,7 @@ __global__ void __launch_bounds__(kGroups * kGroupThreads, RESIDENT(T, kGroups))
       const int end = min(spans, first + staged_spans);
       if (lead == lead_tile || staged_spans < spans) {
         if (staged_spans < spans) __syncthreads();
-        P::stage(x, norm, rows, K, first * Q::kSpan, (end - first) * Q::kSpan, staged, squares);
+        P::stage(x, norm, rows, K, first * Q::kSpan, (end - first) * Q::kSpan, staged, squares, ldy - N);
         if (summing && end == spans) {
 #pragma unroll
           for (int own = 0; own < P::kOwnSquares; own++) {
@@ -528,20 +603,41 @@ __global__ void __launch_bounds__(kGroups * kGroupThreads, RESIDENT(T, kGroups))
         MARK(3)
       }
       if (tile < tiles) {
+#ifdef REGS
+        for (; next < end; next += kDepth * kWarps) {
+          // One wait for all the loads of a round: the compiler's own waits would hold a span back for the loads issued just before it.
+#pragma unroll
+          for (int d = 0; d < kDepth; d++) weights[d].arrive(zero);
+#pragma unroll
+          for (int d = 0; d < kDepth; d++) {
+            const int span = next + d * kWarps;
+            if (span < end) P::multiply(weights[d], staged, (span - first) * Q::kSpan, lane, sums);
+            const bool last = next + kDepth * kWarps >= spans;
+            const int ahead = last ? warp + d * kWarps : span + kDepth * kWarps;
+            const int ahead_tile = last ? following_tile(tile, groups, paired) : tile;
+            if (ahead < spans && ahead_tile < tiles) weights[d].load(planes, i64(ahead_tile) * spans + ahead, lane);
+          }
+        }
+#else
         for (; next < end; next += kBatch * kWarps) {
-          wait_copies<kDepth - 2>();
+#ifdef BULK
+          barrier_wait(bar + slot * 8, parity);
+#else
+          wait_copies<kDepth - 1>();
           __syncwarp();
-          copy_ahead(free_slot);
+#endif
           Q q[kBatch];
 #pragma unroll
-          for (int b = 0; b < kBatch; b++) load_span(q[b], ring + slot + b * kSpanBytes<Q>, lane);
+          for (int b = 0; b < kBatch; b++) load_span(q[b], ring + slot * kSlotBytes + b * kSpanBytes<Q>, lane);
+          __syncwarp();
+          copy_ahead(slot);
 #pragma unroll
           for (int b = 0; b < kBatch; b++) {
             if (b == 0 || next + b * kWarps < end) P::multiply(q[b], staged, (next + b * kWarps - first) * Q::kSpan, lane, sums);
           }
-          free_slot = slot;
-          slot = slot + kSlotBytes == kDepth * kSlotBytes ? 0 : slot + kSlotBytes;
+          if (++slot == kDepth) slot = 0, parity ^= 1;
         }
+#endif
       }
     }
     MARK(4)
@@ -571,6 +667,9 @@ __global__ void __launch_bounds__(kGroups * kGroupThreads, RESIDENT(T, kGroups))
         *target = add ? __fadd_rn(fresh(target), value) : value;
       }
     }
+#ifdef SYNC2
+    group_barrier(group);
+#endif
     if constexpr (kBuffers == 2) {
       buffer ^= 1;
     } else {

@@ -46,7 +46,13 @@ constexpr int kSpanBytes = Q::kPlaneBytes[0] + Q::kPlaneBytes[1] + Q::kPlaneByte
 
 __device__ __forceinline__ u32 load4(const u8* address) { return *reinterpret_cast<const u32*>(address); }
 __device__ __forceinline__ uint2 load8(const u8* address) { return *reinterpret_cast<const uint2*>(address); }
-__device__ __forceinline__ uint4 load_words(const u8* address) { return *reinterpret_cast<const uint4*>(address); }
+__device__ __forceinline__ uint4 load_words(const u8* address) {
+#ifdef REGS
+  return load16(address);
+#else
+  return *reinterpret_cast<const uint4*>(address);
+#endif
+}
 
 __device__ __forceinline__ u32 shifted(u32 word, int down) { return down >= 0 ? word >> down : word << -down; }
 
@@ -57,6 +63,9 @@ __device__ __forceinline__ int signed_byte(u32 word, int index) { return int(wor
 __device__ __forceinline__ int unsigned_byte(u32 word, int index) { return int(__byte_perm(word, 0, 0x4440 | index)); }
 __device__ __forceinline__ float low_half(u32 word) { return half_bits_to_float(u16(word)); }
 __device__ __forceinline__ float high_half(u32 word) { return half_bits_to_float(u16(word >> 16)); }
+
+// One instruction that needs `word`, and changes nothing where zero is 0.
+__device__ __forceinline__ void touch(u32& word, u32 zero) { asm volatile("or.b32 %0, %0, %1;" : "+r"(word) : "r"(zero)); }
 
 // The 8 highest bits of a float's significand, and what is left of it; the sum is the float.
 __device__ __forceinline__ float bf16_part(float x) { return __uint_as_float(__float_as_uint(x) & 0xffff0000u); }
@@ -88,6 +97,12 @@ struct CodeWords {
     }
   }
 
+  // See Quant::arrive.
+  __device__ __forceinline__ void arrive(u32 zero) {
+#pragma unroll
+    for (int c = 0; c < kWords; c += kChunk) touch(w[c], zero);
+  }
+
   // Brings the next step's words to the place of the first's.
   __device__ __forceinline__ void rotate() {
 #pragma unroll
@@ -109,6 +124,8 @@ struct Float16 {
   static constexpr Kind kKind = kOne;
   CodeWords<16, 1> q;
   __device__ __forceinline__ void load(const Planes& p, i64 span, int lane) { q.load(p.at[0], span, lane); }
+  __device__ __forceinline__ void arrive(u32 zero) { q.arrive(zero); }
+  __device__ __forceinline__ void open() {}
   __device__ __forceinline__ u32 pairs(int s, int m, int h, int j, int) const { return q.w[((s * 2 + m) * 2 + h) * 2 + j]; }
   __device__ __forceinline__ float value(int, int s, int m, int h, int i) const {
     const u32 word = pairs(s, m, h, i >> 1, 0);
@@ -129,6 +146,8 @@ struct Quant<F32> {
     high.load(p.at[0], span, lane);
     low.load(p.at[1], span, lane);
   }
+  __device__ __forceinline__ void arrive(u32 zero) { high.arrive(zero), low.arrive(zero); }
+  __device__ __forceinline__ void open() {}
   __device__ __forceinline__ float value(int, int s, int m, int h, int i) const {
     const int word = ((s * 2 + m) * 2 + h) * 2 + (i >> 1);
     return __uint_as_float(__byte_perm(low.w[word], high.w[word], i & 1 ? 0x7632 : 0x5410));
@@ -147,6 +166,7 @@ struct BlockScale {  // d
   static constexpr int kScaleBytes = 64;
   uint2 d;  // rows g and g + 8: halves are s = 0 and 1
   __device__ __forceinline__ void load(const u8* plane, i64 span, int lane) { d = load8(plane + span * kScaleBytes + (lane >> 2) * 8); }
+  __device__ __forceinline__ void arrive(u32 zero) { touch(d.x, zero); }
   __device__ __forceinline__ float scale(int h, int s) const {
     const u32 word = h ? d.y : d.x;
     return s ? high_half(word) : low_half(word);
@@ -158,6 +178,7 @@ struct BlockScaleShift {  // d, m
   static constexpr int kScaleBytes = 128;
   uint4 dm;  // (row g, s = 0), (g, 1), (g + 8, 0), (g + 8, 1)
   __device__ __forceinline__ void load(const u8* plane, i64 span, int lane) { dm = load_words(plane + span * kScaleBytes + (lane >> 2) * 16); }
+  __device__ __forceinline__ void arrive(u32 zero) { touch(dm.x, zero); }
   __device__ __forceinline__ u32 word(int h, int s) const { return h ? (s ? dm.w : dm.z) : (s ? dm.y : dm.x); }
   __device__ __forceinline__ float scale(int h, int s) const { return low_half(word(h, s)); }
   __device__ __forceinline__ float shift(int h, int group) const { return high_half(word(h, group)); }
@@ -173,6 +194,11 @@ struct Quant<Q8_0> : BlockScale {
     q.load(p.at[0], span, lane);
     BlockScale::load(p.at[1], span, lane);
   }
+  __device__ __forceinline__ void arrive(u32 zero) {
+    q.arrive(zero);
+    BlockScale::arrive(zero);
+  }
+  __device__ __forceinline__ void open() {}
   static __device__ __forceinline__ constexpr int up(int) { return 0; }
   __device__ __forceinline__ u32 bytes(int step, int s, int m, int h) const { return q.quad(step, s, m, h, 0); }
 };
@@ -186,6 +212,10 @@ struct Codes45 {
   __device__ __forceinline__ void load(const Planes& p, i64 span, int lane) {
     q.load(p.at[0], span, lane);
     if constexpr (kFifthBit) fifth.load(p.at[1], span, lane);
+  }
+  __device__ __forceinline__ void arrive(u32 zero) {
+    q.arrive(zero);
+    if constexpr (kFifthBit) fifth.arrive(zero);
   }
   __device__ __forceinline__ void rotate() {
     q.rotate();
@@ -212,6 +242,11 @@ struct Block45 : Scales {
     codes.load(p, span, lane);
     Scales::load(p.at[kFifthBit ? 2 : 1], span, lane);
   }
+  __device__ __forceinline__ void arrive(u32 zero) {
+    codes.arrive(zero);
+    Scales::arrive(zero);
+  }
+  __device__ __forceinline__ void open() {}
   static __device__ __forceinline__ constexpr int up(int h) { return Codes::up(h); }
   __device__ __forceinline__ u32 bytes(int step, int s, int m, int h) const { return codes.bytes(step, s, m, h); }
 };
@@ -251,6 +286,11 @@ struct Quant<IQ4_NL> : BlockScale {
     q.load(p.at[0], span, lane);
     BlockScale::load(p.at[1], span, lane);
   }
+  __device__ __forceinline__ void arrive(u32 zero) {
+    q.arrive(zero);
+    BlockScale::arrive(zero);
+  }
+  __device__ __forceinline__ void open() {}
   static __device__ __forceinline__ constexpr int up(int h) { return TableCodes<1>::up(h); }
   __device__ __forceinline__ u32 bytes(int step, int s, int m, int h) const { return q.bytes(step, s, m, h); }
 };
@@ -280,11 +320,18 @@ struct Quant<IQ4_XS> {
   static constexpr Kind kKind = Kind::kBytes;
   static constexpr bool kInteger = true, kSigned = true, kHasShift = false;
   TableCodes<4> q;
+  uint4 meta;  // of a row: d and the high bits of the scales, their low nibbles
   GroupBytes<32> scales[2];
   u32 dd[2];
   __device__ __forceinline__ void load(const Planes& p, i64 span, int lane) {
     q.load(p.at[0], span, lane);
-    const uint4 meta = load_words(p.at[1] + span * 128 + (lane >> 2) * 16);  // of a row: d and the high bits of the scales, their low nibbles
+    meta = load_words(p.at[1] + span * 128 + (lane >> 2) * 16);
+  }
+  __device__ __forceinline__ void arrive(u32 zero) {
+    q.arrive(zero);
+    touch(meta.x, zero);
+  }
+  __device__ __forceinline__ void open() {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       dd[h] = h ? meta.z : meta.x;
@@ -322,14 +369,22 @@ struct SuperBlock45 {
   static constexpr Kind kKind = Kind::kBytes;
   static constexpr bool kInteger = true, kSigned = false, kHasShift = true;
   Codes codes;
+  uint4 packed[2];
   GroupBytes<32> scales[2], shifts[2];
   u32 dm[2];
   __device__ __forceinline__ void load(const Planes& p, i64 span, int lane) {
     codes.load(p, span, lane);
     const u8* at = p.at[kFifthBit ? 2 : 1] + span * 256 + (lane >> 2) * 32;
+    packed[0] = load_words(at), packed[1] = load_words(at + 16);
+  }
+  __device__ __forceinline__ void arrive(u32 zero) {
+    codes.arrive(zero);
+    touch(packed[0].x, zero), touch(packed[1].x, zero);
+  }
+  __device__ __forceinline__ void open() {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      const uint4 r = load_words(at + 16 * h);
+      const uint4 r = packed[h];
       dm[h] = r.x;
       scales[h].w[0] = r.y & 0x3f3f3f3fu, scales[h].w[1] = (r.w & 0x0f0f0f0fu) | (r.y >> 2 & 0x30303030u);
       shifts[h].w[0] = r.z & 0x3f3f3f3fu, shifts[h].w[1] = (r.w >> 4 & 0x0f0f0f0fu) | (r.z >> 2 & 0x30303030u);
@@ -359,18 +414,27 @@ struct Quant<Q2_K> {
   static constexpr Kind kKind = Kind::kBytes;
   static constexpr bool kInteger = true, kSigned = false, kHasShift = true;
   CodeWords<2, 4> q;
+  uint4 packed[2];
   GroupBytes<16> scales[2], shifts[2];  // nibbles of one byte in the file: scale low, shift high
   uint2 dm;
   __device__ __forceinline__ void load(const Planes& p, i64 span, int lane) {
     q.load(p.at[0], span, lane);
 #pragma unroll
+    for (int h = 0; h < 2; h++) packed[h] = load_words(p.at[1] + span * 256 + (lane >> 2) * 32 + 16 * h);
+    dm = load8(p.at[2] + span * 64 + (lane >> 2) * 8);
+  }
+  __device__ __forceinline__ void arrive(u32 zero) {
+    q.arrive(zero);
+    touch(packed[0].x, zero), touch(packed[1].x, zero), touch(dm.x, zero);
+  }
+  __device__ __forceinline__ void open() {
+#pragma unroll
     for (int h = 0; h < 2; h++) {
-      const uint4 r = load_words(p.at[1] + span * 256 + (lane >> 2) * 32 + 16 * h);
+      const uint4 r = packed[h];
       const u32 both[4] = {r.x, r.y, r.z, r.w};
 #pragma unroll
       for (int i = 0; i < 4; i++) scales[h].w[i] = both[i] & 0x0f0f0f0fu, shifts[h].w[i] = both[i] >> 4 & 0x0f0f0f0fu;
     }
-    dm = load8(p.at[2] + span * 64 + (lane >> 2) * 8);
   }
   __device__ __forceinline__ void rotate() {
     q.rotate();
@@ -395,17 +459,24 @@ struct Quant<Q3_K> {
   static constexpr bool kInteger = true, kSigned = true, kHasShift = false;
   CodeWords<2, 4> q;
   CodeWords<1, 4> third;
+  u32 packed[6];  // 12 bytes of row g, then of row g + 8
   GroupBytes<16> scales[2];
   u32 dd;
   __device__ __forceinline__ void load(const Planes& p, i64 span, int lane) {
     q.load(p.at[0], span, lane);
     third.load(p.at[1], span, lane);
-    u32 packed[6];  // 12 bytes of row g, then of row g + 8
 #pragma unroll
     for (int i = 0; i < 3; i++) {
       const uint2 two = load8(p.at[2] + span * 192 + (lane >> 2) * 24 + i * 8);
       packed[2 * i] = two.x, packed[2 * i + 1] = two.y;
     }
+    dd = load4(p.at[3] + span * 32 + (lane >> 2) * 4);
+  }
+  __device__ __forceinline__ void arrive(u32 zero) {
+    q.arrive(zero), third.arrive(zero);
+    touch(packed[0], zero), touch(packed[2], zero), touch(packed[4], zero), touch(dd, zero);
+  }
+  __device__ __forceinline__ void open() {
     // Six-bit scale i: low nibbles in 8 bytes (i mod 8, upper nibble from 8 on), upper pairs of bits in 4 bytes (i mod 4).
 #pragma unroll
     for (int h = 0; h < 2; h++) {
@@ -416,7 +487,6 @@ struct Quant<Q3_K> {
         scales[h].w[i] = ((word | 0x80808080u) - 0x20202020u) ^ 0x80808080u;  // less 32, no byte borrows from its neighbour
       }
     }
-    dd = load4(p.at[3] + span * 32 + (lane >> 2) * 4);
   }
   __device__ __forceinline__ void rotate() {
     q.rotate();
@@ -452,6 +522,11 @@ struct Quant<Q6_K> {
     }
     dd = load4(p.at[3] + span * 32 + (lane >> 2) * 4);
   }
+  __device__ __forceinline__ void arrive(u32 zero) {
+    q.arrive(zero), upper.arrive(zero);
+    touch(scales[0].w[0], zero), touch(scales[1].w[0], zero), touch(dd, zero);
+  }
+  __device__ __forceinline__ void open() {}
   __device__ __forceinline__ void rotate() {
     q.rotate();
     upper.rotate();

@@ -24,13 +24,21 @@ class Lab:
         self.n = b.upload("n", np.ones((16384,), np.float32))
         self.weights = {}
 
-    def launcher(self, name, defines, csrc=None, arch=None):
+    def launcher(self, name, defines, csrc=None, arch=None, carve=True):
         d = self.tmp / name.replace(" ", "_").replace("/", "_")
         shutil.copytree(csrc or find_csrc(), d)
         f = d / "linear_rows.cu"
         f.write_text("".join(f"#define {k} {v}\n" for k, v in defines.items()) + f.read_text())
         base = self.b.launcher
-        return Launcher(self.b._calls, arch or base.arch, base._streams, CubinCache(self.tmp / "cache", csrc=d))
+        la = Launcher(self.b._calls, arch or base.arch, base._streams, CubinCache(self.tmp / "cache", csrc=d))
+        if carve:
+            load = la._load
+            def _load(spec, cubin):
+                k = load(spec, cubin)
+                self.b._calls("cuFuncSetAttribute", k.function, self.b._calls.bindings.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100)
+                return k
+            la._load = _load
+        return la
 
     def weight(self, q, shape, least=160e6):
         key = (q, shape, least)

@@ -21,8 +21,10 @@ def shape(qtype, num_rows, outputs, columns, num_sms):
         if qtype not in ("BF16", "F32"): n += -(-staged // 256) * rows * 4
         if qtype in SUM_GROUP: n += staged // SUM_GROUP[qtype] * rows * 4
         return n
+    if CFG.get('regs'):
+        return L.Shape(rows, CFG['regs'][qtype], staged, xbytes(staged), min(-(-outputs // TILE_ROWS), num_sms * CFG['bps'])), groups
     while True:
-        depth = min(CFG["maxdepth"], (limit - static - 64 - xbytes(staged)) // slot)
+        depth = min(CFG["maxdepth"], (limit - static - 64 - 1024 - xbytes(staged)) // slot)
         if depth >= 2: break
         if rows == 1 and staged <= 4096: raise ValueError(f"{qtype} does not fit")
         staged = (staged - 1) // 4096 * 4096 if rows == 1 else staged // 2

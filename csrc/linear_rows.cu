@@ -1,22 +1,37 @@
-// (header follows)
+// The products of a step of 1 to 16 tokens: y = norm(x) W^T + bias, optionally added to what y holds, or gated; W in any type, on tensor
+// cores, with float32 precision and batch-invariant bits.
+//
+// Quantised weights: codes are bytes, and so are the three digits of x: within 256 columns x = scale * (d0 + d1 / 256 + d2 / 65536), scale the
+// power of two that brings the largest to [63.5, 127], rounded once at 2^-23 of it. Row t of x becomes the columns 3t, 3t+1, 3t+2 of the B
+// operand, 16 weight rows are the A operand, and mma.m16n8k32 over bytes is exact. The types of super-blocks have integer scales of 8 bits
+// a group: their groups are weighted and added in integers too, exactly, and one float32 multiply-add follows for 256 columns; the others take
+// one for 32 columns. Shifts are multiplied by the sums of x over their groups, taken once when x is staged, the groups of a row divided
+// among its four lanes. A column with an infinity or a NaN makes its row NaN.
+// F16: x = scale * (h0 + h1 + h2), three halves, the scale a power of two for 256 columns; exact products of mma.m16n8k16.
+// BF16 and F32: a float32 is the exact sum of three bf16 numbers (8 bits of its significand each).
+// One row of x fills 3 of the 8 columns: the tensor cores idle while memory is busy, and two rows cost no more than one.
+//
+// Norm      y = r (W (x * norm)) with r = 1 / sqrt(mean(x^2) + eps): the factor of the row comes last, so the sum of squares is off the way
+//           to the first product. norm null: r is left out.
+// Gate      activation != 0: the result is activation(gate) * up. With `paired`, W's tiles of 16 rows are gate and up by turns, N counts both and
+//           y has N / 2 columns; else W is up alone, and y holds the gate and is overwritten.
+// Operands  x f32 [rows][K]; norm f32 [K] or null; planes of TYPE, weight [N, K]; bias f32 [N] or null; y f32 [rows][ldy], ldy >= its columns.
+// Mapping   a block of 8 warps takes tiles of 16 weight rows (pairs of them), one after another; warp w takes the spans w, w + 8, ... of the tile in
+//           ascending order and keeps a round of kDepth spans of weights in flight, across staging and across tiles; the first ones are on their
+//           way before the kernels before this one have ended. x is staged in shared memory, k_tile columns at a time (once, where all of K
+//           fits). Warp sums are added in the order of the warps.
+// Bits      a result depends on its weight row and its row of x alone: the order of operations is fixed by K and TYPE; T, kDepth, k_tile, the
+//           grid and the column of the B operand do not enter. All rounding operations are written as intrinsics, so nothing is contracted differently
+//           in different instances.
+// Bound     memory: the weight's bytes. Issue slots are the second limit.
+// Oracle    float64 product with quants.dequantise
 #include "activation.cuh"
 #include "quants.cuh"
 
-#ifndef GROUPS
-#define GROUPS 2
-#endif
-#ifndef RESIDENT
-#define RESIDENT(T, G) (T > 8 || (G == 2 && T > 1) ? 1 : 2)
-#endif
-#ifndef BATCH
-#define BATCH 2
-#endif
-
-constexpr int kWarps = 8;               // of one tile
-constexpr int kGroupThreads = kWarps * 32;
-constexpr int kUnit = 256;              // columns of x with a common scale
-constexpr int kPadBytes = 32;           // of a staged row beyond its own: so neighbouring rows lie in different banks
-constexpr int kSquareWarps = 16;        // that share the sum of squares of a row: warp u has columns u * 256, (u + 16) * 256, ...
+constexpr int kWarps = 8;
+constexpr int kThreads = kWarps * 32;
+constexpr int kUnit = 256;     // columns of x with a common scale
+constexpr int kPadBytes = 32;  // of a staged row beyond its own: so neighbouring rows lie in different banks
 
 // ---- tensor cores -----------------------------------------------------------------------------------------------------------------
 
@@ -63,64 +78,6 @@ __device__ __forceinline__ void mma_bytes16(int (&c)[4], u32 a0, u32 a1, u32 b, 
 constexpr int kSumBase = 0x4b400000;
 __device__ __forceinline__ float sum_value(int c) { return __fsub_rn(__int_as_float(c), 12582912.0f); }
 
-// ---- copies of weights into shared memory, in flight ------------------------------------------------------------------------------
-
-__device__ __forceinline__ void copy16(u32 to, const u8* from) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
-__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int kLeft>
-__device__ __forceinline__ void wait_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
-}
-
-#ifdef BULK
-__device__ __forceinline__ void barrier_init(u32 bar) { asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(bar) : "memory"); }
-__device__ __forceinline__ void barrier_expect(u32 bar, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void barrier_wait(u32 bar, u32 parity) {
-  asm volatile("{\n.reg .pred p;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@!p bra again;\n}" ::"r"(bar), "r"(parity) : "memory");
-}
-template <typename Q>
-__device__ __forceinline__ void bulk_span(u32 to, const Planes& planes, u32 span, u32 bar) {
-#pragma unroll
-  for (int k = 0; k < kMaxPlanes; k++) {
-    const int bytes = Q::kPlaneBytes[k];
-    if (bytes == 0) continue;
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(planes.at[k] + u64(span) * bytes), "r"(bytes), "r"(bar) : "memory");
-    to += bytes;
-  }
-}
-#endif
-
-// One span of one tile, plane behind plane, by a warp.
-template <typename Q>
-__device__ __forceinline__ void copy_span(u32 to, const Planes& planes, u32 span, int lane) {
-#pragma unroll
-  for (int k = 0; k < kMaxPlanes; k++) {
-    const int bytes = Q::kPlaneBytes[k];
-    if (bytes == 0) continue;
-    const u8* from = planes.at[k] + u64(span) * bytes + lane * 16;
-#pragma unroll
-    for (int o = 0; o < bytes; o += 512) {
-      if (bytes - o >= 512 || lane * 16 < bytes - o) copy16(to + o + lane * 16, from + o);
-    }
-    to += bytes;
-  }
-}
-
-template <typename Q>
-__device__ __forceinline__ void load_span(Q& q, const u8* slot, int lane) {
-  Planes planes;
-#pragma unroll
-  for (int k = 0; k < kMaxPlanes; k++) {
-    planes.at[k] = slot;
-    slot += Q::kPlaneBytes[k];
-  }
-  q.load(planes, 0, lane);
-}
-
 // ---- x ----------------------------------------------------------------------------------------------------------------------------
 
 // Columns c to c + 3 of a row of `known` columns, zeros behind its end.
@@ -144,14 +101,8 @@ __device__ __forceinline__ u32 magnitude_bits(const float4& v) {
   return max(max(magnitude_bits(v.x), magnitude_bits(v.y)), max(magnitude_bits(v.z), magnitude_bits(v.w)));
 }
 
-#ifdef STAMP
-__device__ u64 stamps[40 * 264 * 8];
-#define MARK(i) if (threadIdx.x == 0) { u64 now; asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)); stamps[((ldy - N) * 264 + blockIdx.x) * 8 + i] = now; }
-#else
-#define MARK(i)
-#endif
 // How x is staged, and multiplied by the weights of one span. A part of x is a column of the B operand: 3t, 3t+1, 3t+2 of row t.
-template <int TYPE, int T, int kAllWarps>
+template <int TYPE, int T>
 struct Product {
   using Q = Quant<TYPE>;
   static constexpr bool kBytes = Q::kKind == Kind::kBytes, kScaledX = Q::kKind != Kind::kBf16;
@@ -162,7 +113,6 @@ struct Product {
   static constexpr bool kHasShift = [] { if constexpr (kBytes) return Q::kHasShift; else return false; }();
   static constexpr bool kInteger = [] { if constexpr (kBytes) return Q::kInteger; else return false; }();
   static constexpr int kGroup = [] { if constexpr (kBytes) return Q::kGroup; else return 32; }();
-  static constexpr int kOwnSquares = kSquareWarps / kAllWarps;  // of the kSquareWarps sums, by one warp
 
   // Shared memory of k_tile staged columns.
   struct Staged {
@@ -220,7 +170,7 @@ struct Product {
   }
 
   // A unit of row t: lanes have columns c to c + 3 and c + 128 to c + 131.
-  static __device__ __forceinline__ void put_unit(const Staged& to, int t, int unit, int lane, int length, float4 (&v)[2], int g_id = 0) {
+  static __device__ __forceinline__ void put_unit(const Staged& to, int t, int unit, int lane, int length, float4 (&v)[2]) {
     const int c = unit * kUnit + lane * 4;
     if constexpr (kHasShift) {
 #pragma unroll
@@ -232,9 +182,6 @@ struct Product {
     }
     if constexpr (kScaledX) {
       const u32 most = __reduce_max_sync(kAllLanes, max(magnitude_bits(v[0]), magnitude_bits(v[1])));
-#ifdef STAMP
-      if (threadIdx.x == 0 && unit == 0) { u64 now; asm volatile("mov.u64 %0, %%globaltimer; // %1" : "=l"(now) : "r"(most)); stamps[(g_id * 264 + blockIdx.x) * 8 + 6] = now; }
-#endif
       const bool finite = most < 0x7f800000u;
       // Biased exponents: of 1 / scale (digits: times 65536), and of the scale.
       int exponent = max(int(most >> 23), 27) - (kBytes ? 6 : 14);  // bytes: largest / scale in [64, 128); halves: in [2^14, 2^15)
@@ -254,9 +201,9 @@ struct Product {
     }
   }
 
-  // Stages columns [first, first + length) of x * norm; at T = 1 adds this thread's share to the sums of squares.
+  // Stages columns [first, first + length) of x * norm; at T = 1 adds to this thread's share of the sum of squares.
   static __device__ __forceinline__ void stage(const float* x, const float* norm, int rows, int columns, int first, int length, const Staged& to,
-                                               float (&squares)[kOwnSquares], int g_id = 0) {
+                                               float& squares) {
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     const bool aligned = columns % 4 == 0;
     const int inside = min(length, columns - first);
@@ -264,20 +211,16 @@ struct Product {
     for (int t = 0; t < T; t++) {
       const float* row = x + i64(t) * columns + first;
       const int known = t < rows ? inside : 0;
-#pragma unroll 1
-      for (int base = warp; base * kUnit < length; base += kSquareWarps) {
-#pragma unroll
-        for (int own = 0; own < kOwnSquares; own++) {
-          const int unit = base + own * kAllWarps, c = unit * kUnit + lane * 4;
-          if (unit * kUnit >= length) break;
-          float4 v[2] = {four(row, c, known, aligned), four(row, c + 128, known, aligned)};
-          if (norm != nullptr) {
-            const float4 w[2] = {four(norm + first, c, inside, aligned), four(norm + first, c + 128, inside, aligned)};
-            if constexpr (T == 1) squares[own] = add_squares(add_squares(squares[own], v[0]), v[1]);
-            v[0] = times(v[0], w[0]), v[1] = times(v[1], w[1]);
-          }
-          put_unit(to, t, unit, lane, length, v, g_id);
+#pragma unroll (T == 1 ? 2 : 1)
+      for (int unit = warp; unit * kUnit < length; unit += kWarps) {
+        const int c = unit * kUnit + lane * 4;
+        float4 v[2] = {four(row, c, known, aligned), four(row, c + 128, known, aligned)};
+        if (norm != nullptr) {
+          const float4 w[2] = {four(norm + first, c, inside, aligned), four(norm + first, c + 128, inside, aligned)};
+          if constexpr (T == 1) squares = add_squares(add_squares(squares, v[0]), v[1]);
+          v[0] = times(v[0], w[0]), v[1] = times(v[1], w[1]);
         }
+        put_unit(to, t, unit, lane, length, v);
       }
     }
   }
@@ -438,243 +381,132 @@ struct Product {
   }
 };
 
-__device__ __forceinline__ float factor_of_row(const float (&warp_squares)[kSquareWarps], int K, float eps) {
+// Blocks of one multiprocessor: two, except where 128 registers a thread do not hold codes and accumulators.
+template <int T>
+constexpr int kMinBlocks = T == 16 ? 1 : 2;
+
+__device__ __forceinline__ float factor_of_row(const float (&warp_squares)[kWarps], int K, float eps) {
   float sum = warp_squares[0];
 #pragma unroll
-  for (int w = 1; w < kSquareWarps; w++) sum = __fadd_rn(sum, warp_squares[w]);
+  for (int w = 1; w < kWarps; w++) sum = __fadd_rn(sum, warp_squares[w]);
   return __frcp_rn(__fsqrt_rn(__fadd_rn(__fdiv_rn(sum, float(K)), eps)));
 }
 
-// The tiles of a group of warps, one after another: so many groups apart, or in pairs of neighbours.
-__device__ __forceinline__ int following_tile(int tile, int groups, bool paired) {
-  if (!paired) return tile + groups;
-  return tile % 2 == 0 ? tile + 1 : tile - 1 + 2 * groups;
+// A block's tiles, one after another: gridDim.x apart, or in pairs of neighbours.
+__device__ __forceinline__ int following_tile(int tile, bool paired) {
+  if (!paired) return tile + gridDim.x;
+  return tile % 2 == 0 ? tile + 1 : tile - 1 + 2 * gridDim.x;
 }
 
-__device__ __forceinline__ void group_barrier(int group) { asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(kGroupThreads) : "memory"); }
-
-
-template <int TYPE, int T, int kGroups, int kDepth>
-__global__ void __launch_bounds__(kGroups * kGroupThreads, RESIDENT(T, kGroups)) linear_rows(
+template <int TYPE, int T, int kDepth>
+__global__ void __launch_bounds__(kThreads, kMinBlocks<T>) linear_rows(
     const float* x,                                                                                              // [rows][K]
     const float* norm,                                                                                           // [K] or null
     const u8* __restrict__ p0, const u8* __restrict__ p1, const u8* __restrict__ p2, const u8* __restrict__ p3,  // planes
     const float* __restrict__ bias,                                                                              // [N] or null
     float* y,                                                                                                    // [rows][ldy]
     int rows, int N, int K, int ldy, int k_tile, float eps, int activation, int paired, int add) {
-  constexpr int kAllWarps = kGroups * kWarps;
-  using P = Product<TYPE, T, kAllWarps>;
+  using P = Product<TYPE, T>;
   using Q = Quant<TYPE>;
-  constexpr int kBuffers = T == 1 ? 2 : 1;
-  constexpr int kBatch = Q::kSpan == 64 && P::kBytes ? BATCH : 1;
-  constexpr int kSlotBytes = kBatch * kSpanBytes<Q>;
   extern __shared__ __align__(16) u8 dynamic[];
-  __shared__ float warp_sums[kBuffers][kGroups][kWarps][T][kTileRows];
-  __shared__ float row_factor[kGroups][T], warp_squares[kSquareWarps], gates[kGroups][T][kTileRows];
-  const int group = kGroups == 1 ? 0 : threadIdx.x / kGroupThreads, thread = threadIdx.x % kGroupThreads;
-  const int warp = thread >> 5, lane = threadIdx.x & 31;
-  const int spans = (K + Q::kSpan - 1) / Q::kSpan, staged_spans = k_tile / Q::kSpan, tiles = (N + kTileRows - 1) / kTileRows;
-  const int groups = gridDim.x * kGroups;
-  const int pair = paired ? 2 : 1, lead_tile = pair * blockIdx.x, first_tile = lead_tile + pair * group * gridDim.x;
-  const Planes planes{{p0, p1, p2, p3}};
-  MARK(0)
-#ifndef TRIG
-#define TRIG 0
-#endif
-  if (TRIG == 0) let_next_begin();
-  bool told = TRIG != 2, waited = false;
-#ifndef THRESH
-#define THRESH total / 2
-#endif
-  const int per_tile = (spans - warp + kWarps - 1) / kWarps, total = per_tile * ((tiles - first_tile + groups - 1) / groups);
-  const int threshold = max(kDepth + 1, THRESH);
-  int issued = 0;
-
-#ifdef REGS
+  __shared__ float warp_sums[2][kWarps][T][kTileRows];  // by turns, so that a tile needs one barrier
+  __shared__ float row_factor[T], warp_squares[kWarps], gates[T][kTileRows];
   const typename P::Staged staged(dynamic, k_tile);
-  const u32 zero = u32(rows) >> 16;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  const int spans = (K + Q::kSpan - 1) / Q::kSpan, staged_spans = k_tile / Q::kSpan, tiles = (N + kTileRows - 1) / kTileRows;
+  const int first_tile = paired ? 2 * blockIdx.x : blockIdx.x;
+  const Planes planes{{p0, p1, p2, p3}};
+  const u32 zero = u32(rows) >> 16;  // which the compiler does not know
+  let_next_begin();
+
   Q weights[kDepth];
 #pragma unroll
   for (int d = 0; d < kDepth; d++) {
     const int span = warp + d * kWarps;
     if (span < spans && first_tile < tiles) weights[d].load(planes, i64(first_tile) * spans + span, lane);
   }
-#else
-  u8* const ring = dynamic + (group * kWarps + warp) * (kDepth * kSlotBytes);
-  const u32 ring_address = u32(__cvta_generic_to_shared(ring));
-  const typename P::Staged staged(dynamic + kAllWarps * kDepth * kSlotBytes, k_tile);
-  int ahead_tile = warp < spans ? first_tile : tiles, ahead = warp;
-#ifdef BULK
-  __shared__ u64 full[kAllWarps][kDepth];
-  const u32 bar = u32(__cvta_generic_to_shared(full[group * kWarps + warp]));
-  if (lane < kDepth) barrier_init(bar + lane * 8);
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  __syncwarp();
-#endif
-  auto copy_ahead = [&](int number) {
-    if (ahead_tile < tiles) {
-#ifdef BULK
-      const int present = kBatch == 2 && ahead + kWarps >= spans ? 1 : kBatch;
-      if (lane == 0) barrier_expect(bar + number * 8, present * kSpanBytes<Q>);
-#endif
-#pragma unroll
-      for (int b = 0; b < kBatch; b++) {
-        const int span = ahead + b * kWarps;
-#ifdef BULK
-        if (lane == 0 && (b == 0 || span < spans)) bulk_span<Q>(ring_address + number * kSlotBytes + b * kSpanBytes<Q>, planes, u32(ahead_tile * spans + span), bar + number * 8);
-#else
-        if (b == 0 || span < spans) copy_span<Q>(ring_address + number * kSlotBytes + b * kSpanBytes<Q>, planes, u32(ahead_tile * spans + span), lane);
-#endif
-      }
-      ahead += kBatch * kWarps;
-      if (ahead >= spans) ahead = warp, ahead_tile = following_tile(ahead_tile, groups, paired);
-    }
-#ifndef BULK
-    commit_copies();
-#endif
-    issued++;
-    if (TRIG == 4 && waited && threadIdx.x < 32 && issued == threshold) let_next_begin();
-    if (TRIG == 2 && waited && !told && (paired ? (ahead_tile & ~1) + 2 * groups : ahead_tile + groups) >= tiles) told = true, let_next_begin();
-  };
-#pragma unroll
-  for (int d = 0; d < kDepth; d++) copy_ahead(d);
-  int slot = 0;
-  u32 parity = 0;
-#endif
-  if (norm != nullptr) {
-    for (int c = threadIdx.x * 32; c < K; c += kGroups * kGroupThreads * 32) asm volatile("prefetch.global.L2 [%0];" ::"l"(norm + c));
-  }
-  float squares[P::kOwnSquares] = {};
-#ifdef WARM
-  if constexpr (T == 1) P::stage(x, norm, 0, K, 0, min(spans, staged_spans) * Q::kSpan, staged, squares);
-#endif
-  MARK(1)
-#ifdef SYNC0
-  __syncthreads();
-#endif
   wait_for_previous();
-  MARK(2)
-  if (TRIG == 1) let_next_begin();
-#ifndef REGS
-  waited = true;
-  if (TRIG == 4 && threadIdx.x < 32 && total <= kDepth) let_next_begin();
-  if (TRIG == 2 && (paired ? (ahead_tile & ~1) + 2 * groups : ahead_tile + groups) >= tiles) told = true, let_next_begin();
-#endif
 
+  // A row's sum of squares has one order: warp w has the units w, w + 8, ... in ascending order; the warps' sums are added in theirs. At T = 1
+  // it is taken while x is staged.
   if constexpr (T > 1) {
     if (norm != nullptr) {
 #pragma unroll 1
       for (int token = 0; token < rows; token++) {
         const float* row = x + i64(token) * K;
-#pragma unroll 1
-        for (int own = threadIdx.x / 32; own < kSquareWarps; own += kAllWarps) {
-          float squares = 0.0f;
-          for (int c = own * kUnit + lane * 4; c - lane * 4 < K; c += kSquareWarps * kUnit) {
-            squares = add_squares(add_squares(squares, four(row, c, K, K % 4 == 0)), four(row, c + 128, K, K % 4 == 0));
-          }
-          squares = warp_sum(squares);
-          if (lane == 0) warp_squares[own] = squares;
+        float squares = 0.0f;
+        for (int first = warp * kUnit; first < K; first += kWarps * kUnit) {
+          const int c = first + lane * 4;
+          squares = add_squares(add_squares(squares, four(row, c, K, K % 4 == 0)), four(row, c + 128, K, K % 4 == 0));
         }
+        squares = warp_sum(squares);
+        if (lane == 0) warp_squares[warp] = squares;
         __syncthreads();
-        if (thread == 0) row_factor[group][token] = factor_of_row(warp_squares, K, eps);
+        if (threadIdx.x == 0) row_factor[token] = factor_of_row(warp_squares, K, eps);
         __syncthreads();
       }
     }
   }
 
-  int buffer = 0;
-  for (int tile = first_tile, lead = lead_tile; lead < tiles; tile = following_tile(tile, groups, paired), lead = following_tile(lead, groups, paired)) {
+  float squares = 0.0f;
+  int turn = 0;
+  for (int tile = first_tile; tile < tiles; tile = following_tile(tile, paired), turn ^= 1) {
     typename P::Sums sums = {};
-    const bool summing = T == 1 && norm != nullptr && lead == lead_tile;
-    int next = warp;
+    const bool summing = T == 1 && norm != nullptr && tile == first_tile;
+    int next = warp;  // the span of weights[0]
     for (int first = 0; first < spans; first += staged_spans) {
       const int end = min(spans, first + staged_spans);
-      if (lead == lead_tile || staged_spans < spans) {
+      if (tile == first_tile || staged_spans < spans) {
         if (staged_spans < spans) __syncthreads();
-        P::stage(x, norm, rows, K, first * Q::kSpan, (end - first) * Q::kSpan, staged, squares, ldy - N);
+        P::stage(x, norm, rows, K, first * Q::kSpan, (end - first) * Q::kSpan, staged, squares);
         if (summing && end == spans) {
-#pragma unroll
-          for (int own = 0; own < P::kOwnSquares; own++) {
-            const float sum = warp_sum(squares[own]);
-            if (lane == 0) warp_squares[threadIdx.x / 32 + own * kAllWarps] = sum;
-          }
+          squares = warp_sum(squares);
+          if (lane == 0) warp_squares[warp] = squares;
         }
         __syncthreads();
-        MARK(3)
       }
-      if (tile < tiles) {
-#ifdef REGS
-        for (; next < end; next += kDepth * kWarps) {
-          // One wait for all the loads of a round: the compiler's own waits would hold a span back for the loads issued just before it.
+      for (; next < end; next += kDepth * kWarps) {
+        // One wait for all the loads of the round. Loads that are in flight at a time share a counter: a wait at a span's own place would be one
+        // for the loads issued just before it too, behind the span before.
 #pragma unroll
-          for (int d = 0; d < kDepth; d++) weights[d].arrive(zero);
+        for (int d = 0; d < kDepth; d++) weights[d].arrive(zero);
 #pragma unroll
-          for (int d = 0; d < kDepth; d++) {
-            const int span = next + d * kWarps;
-            if (span < end) P::multiply(weights[d], staged, (span - first) * Q::kSpan, lane, sums);
-            const bool last = next + kDepth * kWarps >= spans;
-            const int ahead = last ? warp + d * kWarps : span + kDepth * kWarps;
-            const int ahead_tile = last ? following_tile(tile, groups, paired) : tile;
-            if (ahead < spans && ahead_tile < tiles) weights[d].load(planes, i64(ahead_tile) * spans + ahead, lane);
-          }
+        for (int d = 0; d < kDepth; d++) {
+          const int span = next + d * kWarps;
+          if (span < end) P::multiply(weights[d], staged, (span - first) * Q::kSpan, lane, sums);
+          // The same slot's next span: of this tile, or the first one of the block's next tile.
+          const bool last = next + kDepth * kWarps >= spans;
+          const int ahead = last ? warp + d * kWarps : span + kDepth * kWarps;
+          const int ahead_tile = last ? following_tile(tile, paired) : tile;
+          if (ahead < spans && ahead_tile < tiles) weights[d].load(planes, i64(ahead_tile) * spans + ahead, lane);
         }
-#else
-        for (; next < end; next += kBatch * kWarps) {
-#ifdef BULK
-          barrier_wait(bar + slot * 8, parity);
-#else
-          wait_copies<kDepth - 1>();
-          __syncwarp();
-#endif
-          Q q[kBatch];
-#pragma unroll
-          for (int b = 0; b < kBatch; b++) load_span(q[b], ring + slot * kSlotBytes + b * kSpanBytes<Q>, lane);
-          __syncwarp();
-          copy_ahead(slot);
-#pragma unroll
-          for (int b = 0; b < kBatch; b++) {
-            if (b == 0 || next + b * kWarps < end) P::multiply(q[b], staged, (next + b * kWarps - first) * Q::kSpan, lane, sums);
-          }
-          if (++slot == kDepth) slot = 0, parity ^= 1;
-        }
-#endif
       }
     }
-    MARK(4)
-    if (tile >= tiles) continue;
-    if (summing && thread == 0) row_factor[group][0] = factor_of_row(warp_squares, K, eps);  // read behind the next barrier
+    if (summing && threadIdx.x == 0) row_factor[0] = factor_of_row(warp_squares, K, eps);  // read behind the next barrier
+
 #pragma unroll
     for (int token = 0; token < T; token++) {
 #pragma unroll
       for (int h = 0; h < 2; h++) {
         const float value = P::collect(sums, token, h, lane);
-        if ((lane & 3) == (token & 3)) warp_sums[buffer][group][warp][token][(lane >> 2) + 8 * h] = value;
+        if ((lane & 3) == (token & 3)) warp_sums[turn][warp][token][(lane >> 2) + 8 * h] = value;
       }
     }
-    group_barrier(group);
-    const int row = thread % kTileRows, token = thread / kTileRows;
+    __syncthreads();
+    const int row = threadIdx.x % kTileRows, token = threadIdx.x / kTileRows;
     if (token < T && token < rows && tile * kTileRows + row < N) {
-      float value = warp_sums[buffer][group][0][token][row];
+      float value = warp_sums[turn][0][token][row];
 #pragma unroll
-      for (int w = 1; w < kWarps; w++) value = __fadd_rn(value, warp_sums[buffer][group][w][token][row]);
-      if (norm != nullptr) value = __fmul_rn(value, row_factor[group][token]);
+      for (int w = 1; w < kWarps; w++) value = __fadd_rn(value, warp_sums[turn][w][token][row]);
+      if (norm != nullptr) value = __fmul_rn(value, row_factor[token]);
       if (bias != nullptr) value = __fadd_rn(value, bias[tile * kTileRows + row]);
       if (paired && tile % 2 == 0) {
-        gates[group][token][row] = value;  // read by the same thread
+        gates[token][row] = value;  // read by the same thread
       } else {
         float* target = y + i64(token) * ldy + (paired ? tile / 2 : tile) * kTileRows + row;
-        if (activation != kNoActivation) value = __fmul_rn(activate(activation, paired ? gates[group][token][row] : fresh(target)), value);
+        if (activation != kNoActivation) value = __fmul_rn(activate(activation, paired ? gates[token][row] : fresh(target)), value);
         *target = add ? __fadd_rn(fresh(target), value) : value;
       }
     }
-#ifdef SYNC2
-    group_barrier(group);
-#endif
-    if constexpr (kBuffers == 2) {
-      buffer ^= 1;
-    } else {
-      group_barrier(group);
-    }
   }
-  MARK(5)
 }

@@ -44,15 +44,8 @@ constexpr int kSpanBytes = Q::kPlaneBytes[0] + Q::kPlaneBytes[1] + Q::kPlaneByte
 
 // ---- words ------------------------------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ u32 load4(const u8* address) { return *reinterpret_cast<const u32*>(address); }
-__device__ __forceinline__ uint2 load8(const u8* address) { return *reinterpret_cast<const uint2*>(address); }
-__device__ __forceinline__ uint4 load_words(const u8* address) {
-#ifdef REGS
-  return load16(address);
-#else
-  return *reinterpret_cast<const uint4*>(address);
-#endif
-}
+__device__ __forceinline__ u32 load4(const u8* address) { return __ldg(reinterpret_cast<const u32*>(address)); }
+__device__ __forceinline__ uint2 load8(const u8* address) { return __ldg(reinterpret_cast<const uint2*>(address)); }
 
 __device__ __forceinline__ u32 shifted(u32 word, int down) { return down >= 0 ? word >> down : word << -down; }
 
@@ -86,7 +79,7 @@ struct CodeWords {
     for (int c = 0; c < kWords / kChunk; c++) {
       const u8* at = base + c * (kChunk * 128);
       if constexpr (kChunk == 4) {
-        const uint4 v = load_words(at);
+        const uint4 v = load16(at);
         w[4 * c] = v.x, w[4 * c + 1] = v.y, w[4 * c + 2] = v.z, w[4 * c + 3] = v.w;
       } else if constexpr (kChunk == 2) {
         const uint2 v = load8(at);
@@ -177,7 +170,7 @@ struct BlockScaleShift {  // d, m
   static constexpr bool kHasShift = true;
   static constexpr int kScaleBytes = 128;
   uint4 dm;  // (row g, s = 0), (g, 1), (g + 8, 0), (g + 8, 1)
-  __device__ __forceinline__ void load(const u8* plane, i64 span, int lane) { dm = load_words(plane + span * kScaleBytes + (lane >> 2) * 16); }
+  __device__ __forceinline__ void load(const u8* plane, i64 span, int lane) { dm = load16(plane + span * kScaleBytes + (lane >> 2) * 16); }
   __device__ __forceinline__ void arrive(u32 zero) { touch(dm.x, zero); }
   __device__ __forceinline__ u32 word(int h, int s) const { return h ? (s ? dm.w : dm.z) : (s ? dm.y : dm.x); }
   __device__ __forceinline__ float scale(int h, int s) const { return low_half(word(h, s)); }
@@ -325,7 +318,7 @@ struct Quant<IQ4_XS> {
   u32 dd[2];
   __device__ __forceinline__ void load(const Planes& p, i64 span, int lane) {
     q.load(p.at[0], span, lane);
-    meta = load_words(p.at[1] + span * 128 + (lane >> 2) * 16);
+    meta = load16(p.at[1] + span * 128 + (lane >> 2) * 16);
   }
   __device__ __forceinline__ void arrive(u32 zero) {
     q.arrive(zero);
@@ -375,7 +368,7 @@ struct SuperBlock45 {
   __device__ __forceinline__ void load(const Planes& p, i64 span, int lane) {
     codes.load(p, span, lane);
     const u8* at = p.at[kFifthBit ? 2 : 1] + span * 256 + (lane >> 2) * 32;
-    packed[0] = load_words(at), packed[1] = load_words(at + 16);
+    packed[0] = load16(at), packed[1] = load16(at + 16);
   }
   __device__ __forceinline__ void arrive(u32 zero) {
     codes.arrive(zero);
@@ -420,7 +413,7 @@ struct Quant<Q2_K> {
   __device__ __forceinline__ void load(const Planes& p, i64 span, int lane) {
     q.load(p.at[0], span, lane);
 #pragma unroll
-    for (int h = 0; h < 2; h++) packed[h] = load_words(p.at[1] + span * 256 + (lane >> 2) * 32 + 16 * h);
+    for (int h = 0; h < 2; h++) packed[h] = load16(p.at[1] + span * 256 + (lane >> 2) * 32 + 16 * h);
     dm = load8(p.at[2] + span * 64 + (lane >> 2) * 8);
   }
   __device__ __forceinline__ void arrive(u32 zero) {
@@ -517,7 +510,7 @@ struct Quant<Q6_K> {
     upper.load(p.at[1], span, lane);
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      const uint4 r = load_words(p.at[2] + span * 256 + (lane >> 2) * 32 + 16 * h);
+      const uint4 r = load16(p.at[2] + span * 256 + (lane >> 2) * 32 + 16 * h);
       scales[h].w[0] = r.x, scales[h].w[1] = r.y, scales[h].w[2] = r.z, scales[h].w[3] = r.w;
     }
     dd = load4(p.at[3] + span * 32 + (lane >> 2) * 4);

@@ -110,6 +110,7 @@ struct Product {
   static constexpr int kBlocksN = (kColumns + 7) / 8;  // of 8 columns
   static constexpr int kSteps = Q::kSpan / kStepColumns;
   static constexpr int kPartBytes = kBytes ? 1 : 2;  // of a part of one column of x
+  static constexpr int kAtOnce = T == 1 ? 2 : 1;     // units of x that a warp loads before it stages the first of them
   static constexpr bool kHasShift = [] { if constexpr (kBytes) return Q::kHasShift; else return false; }();
   static constexpr bool kInteger = [] { if constexpr (kBytes) return Q::kInteger; else return false; }();
   static constexpr int kGroup = [] { if constexpr (kBytes) return Q::kGroup; else return 32; }();
@@ -211,16 +212,27 @@ struct Product {
     for (int t = 0; t < T; t++) {
       const float* row = x + i64(t) * columns + first;
       const int known = t < rows ? inside : 0;
-#pragma unroll (T == 1 ? 2 : 1)
-      for (int unit = warp; unit * kUnit < length; unit += kWarps) {
-        const int c = unit * kUnit + lane * 4;
-        float4 v[2] = {four(row, c, known, aligned), four(row, c + 128, known, aligned)};
-        if (norm != nullptr) {
-          const float4 w[2] = {four(norm + first, c, inside, aligned), four(norm + first, c + 128, inside, aligned)};
-          if constexpr (T == 1) squares = add_squares(add_squares(squares, v[0]), v[1]);
-          v[0] = times(v[0], w[0]), v[1] = times(v[1], w[1]);
+#pragma unroll 1
+      for (int begin = warp; begin * kUnit < length; begin += kAtOnce * kWarps) {
+        float4 v[kAtOnce][2];  // all on their way before the first is waited for
+#pragma unroll
+        for (int i = 0; i < kAtOnce; i++) {
+#pragma unroll
+          for (int half = 0; half < 2; half++) v[i][half] = four(row, (begin + i * kWarps) * kUnit + half * 128 + lane * 4, known, aligned);
         }
-        put_unit(to, t, unit, lane, length, v);
+#pragma unroll
+        for (int i = 0; i < kAtOnce; i++) {
+          const int unit = begin + i * kWarps;
+          if (unit * kUnit >= length) break;
+          if (norm != nullptr) {
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+              if constexpr (T == 1) squares = add_squares(squares, v[i][half]);
+              v[i][half] = times(v[i][half], four(norm + first, unit * kUnit + half * 128 + lane * 4, inside, aligned));
+            }
+          }
+          put_unit(to, t, unit, lane, length, v[i]);
+        }
       }
     }
   }
@@ -382,8 +394,8 @@ struct Product {
 };
 
 // Blocks of one multiprocessor: two, except where 128 registers a thread do not hold codes and accumulators.
-template <int T>
-constexpr int kMinBlocks = T == 16 ? 1 : 2;
+template <int TYPE, int T>
+constexpr int kMinBlocks = T == 16 || (T == 8 && (Quant<TYPE>::kSpan == 256 || Quant<TYPE>::kKind != Kind::kBytes)) ? 1 : 2;
 
 __device__ __forceinline__ float factor_of_row(const float (&warp_squares)[kWarps], int K, float eps) {
   float sum = warp_squares[0];
@@ -399,7 +411,7 @@ __device__ __forceinline__ int following_tile(int tile, bool paired) {
 }
 
 template <int TYPE, int T, int kDepth>
-__global__ void __launch_bounds__(kThreads, kMinBlocks<T>) linear_rows(
+__global__ void __launch_bounds__(kThreads, (kMinBlocks<TYPE, T>)) linear_rows(
     const float* x,                                                                                              // [rows][K]
     const float* norm,                                                                                           // [K] or null
     const u8* __restrict__ p0, const u8* __restrict__ p1, const u8* __restrict__ p2, const u8* __restrict__ p3,  // planes
@@ -416,14 +428,13 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<T>) linear_rows(
   const int spans = (K + Q::kSpan - 1) / Q::kSpan, staged_spans = k_tile / Q::kSpan, tiles = (N + kTileRows - 1) / kTileRows;
   const int first_tile = paired ? 2 * blockIdx.x : blockIdx.x;
   const Planes planes{{p0, p1, p2, p3}};
-  const u32 zero = u32(rows) >> 16;  // which the compiler does not know
   let_next_begin();
 
   Q weights[kDepth];
 #pragma unroll
   for (int d = 0; d < kDepth; d++) {
     const int span = warp + d * kWarps;
-    if (span < spans && first_tile < tiles) weights[d].load(planes, i64(first_tile) * spans + span, lane);
+    if (span < spans && first_tile < tiles) weights[d].load(planes, u32(first_tile) * spans + span, lane);
   }
   wait_for_previous();
 
@@ -448,11 +459,11 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<T>) linear_rows(
     }
   }
 
-  float squares = 0.0f;
   int turn = 0;
   for (int tile = first_tile; tile < tiles; tile = following_tile(tile, paired), turn ^= 1) {
     typename P::Sums sums = {};
     const bool summing = T == 1 && norm != nullptr && tile == first_tile;
+    float squares = 0.0f;
     int next = warp;  // the span of weights[0]
     for (int first = 0; first < spans; first += staged_spans) {
       const int end = min(spans, first + staged_spans);
@@ -469,16 +480,16 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<T>) linear_rows(
         // One wait for all the loads of the round. Loads that are in flight at a time share a counter: a wait at a span's own place would be one
         // for the loads issued just before it too, behind the span before.
 #pragma unroll
-        for (int d = 0; d < kDepth; d++) weights[d].arrive(zero);
+        for (int d = 0; d < kDepth; d++) weights[d].arrive();
+        // The next round: of this tile, or the first one of the block's next tile.
+        const bool last = next + kDepth * kWarps >= spans;
+        const int ahead_tile = last ? following_tile(tile, paired) : tile, ahead = last ? warp : next + kDepth * kWarps;
+        const int known = ahead_tile < tiles ? spans - ahead : 0;
+        const u32 number = u32(ahead_tile) * spans + ahead;
 #pragma unroll
         for (int d = 0; d < kDepth; d++) {
-          const int span = next + d * kWarps;
-          if (span < end) P::multiply(weights[d], staged, (span - first) * Q::kSpan, lane, sums);
-          // The same slot's next span: of this tile, or the first one of the block's next tile.
-          const bool last = next + kDepth * kWarps >= spans;
-          const int ahead = last ? warp + d * kWarps : span + kDepth * kWarps;
-          const int ahead_tile = last ? following_tile(tile, paired) : tile;
-          if (ahead < spans && ahead_tile < tiles) weights[d].load(planes, i64(ahead_tile) * spans + ahead, lane);
+          if (next + d * kWarps < end) P::multiply(weights[d], staged, (next + d * kWarps - first) * Q::kSpan, lane, sums);
+          if (d * kWarps < known) weights[d].load(planes, number + d * kWarps, lane);
         }
       }
     }

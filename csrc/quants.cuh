@@ -4,8 +4,9 @@
 // g * 4 + t has, in every step of 64 columns, the quads (s, m, h): columns 32 s + 16 m + 4 t + i, i = 0 to 3, of row g + 8 h. That is the A
 // operand of mma.m16n8k32 over bytes, a quad a register, and of two m16n8k16 over 16 bits, whose k order is permuted alike in A and B.
 // Common to all types:
-//   kSpan       columns of a span            kPlaneBytes   bytes of each plane in one span of one tile
+//   kSpan       columns of a span
 //   kKind       what is multiplied: bytes, halves, or bf16 numbers
+//   load        raw words, nothing else: they may be in flight for long; arrive() waits for them; open() takes small fields apart, before use
 // Bytes:
 //   kGroup      neighbouring columns that share a scale
 //   bytes(step, s, m, h)   a quad of codes as bytes, signed or not (kSigned), shifted left by up(h): codes are taken where they lie, and
@@ -26,21 +27,15 @@ enum QuantType : int {
 
 constexpr int kTileRows = 16;
 constexpr int kStepColumns = 64;
-constexpr int kMaxPlanes = 4;
-
 enum class Kind { kBytes, kHalves, kBf16 };
 
 // The planes of one matrix, in the order of the fields; a type uses as many as it has.
 struct Planes {
-  const u8* at[kMaxPlanes];
+  const u8* at[4];
 };
 
 template <int TYPE>
 struct Quant;
-
-// Of one span of one tile, in all planes.
-template <typename Q>
-constexpr int kSpanBytes = Q::kPlaneBytes[0] + Q::kPlaneBytes[1] + Q::kPlaneBytes[2] + Q::kPlaneBytes[3];
 
 // ---- words ------------------------------------------------------------------------------------------------------------------------
 
@@ -57,8 +52,8 @@ __device__ __forceinline__ int unsigned_byte(u32 word, int index) { return int(_
 __device__ __forceinline__ float low_half(u32 word) { return half_bits_to_float(u16(word)); }
 __device__ __forceinline__ float high_half(u32 word) { return half_bits_to_float(u16(word >> 16)); }
 
-// One instruction that needs `word`, and changes nothing where zero is 0.
-__device__ __forceinline__ void touch(u32& word, u32 zero) { asm volatile("or.b32 %0, %0, %1;" : "+r"(word) : "r"(zero)); }
+// One instruction that needs `word` and leaves it as it is: gridDim.y is 1 wherever this is called, which the compiler does not know.
+__device__ __forceinline__ void touch(u32& word) { asm volatile("mul.lo.u32 %0, %0, %1;" : "+r"(word) : "r"(gridDim.y)); }
 
 // The 8 highest bits of a float's significand, and what is left of it; the sum is the float.
 __device__ __forceinline__ float bf16_part(float x) { return __uint_as_float(__float_as_uint(x) & 0xffff0000u); }
@@ -70,11 +65,10 @@ template <int kBits, int kSteps>
 struct CodeWords {
   static constexpr int kWords = kBits * kSteps;
   static constexpr int kChunk = kWords < 4 ? kWords : 4;
-  static constexpr int kBytes = kWords * 128;  // of all lanes
   u32 w[kWords];
 
   __device__ __forceinline__ void load(const u8* plane, i64 span, int lane) {
-    const u8* base = plane + span * kBytes + lane * (kChunk * 4);
+    const u8* base = plane + span * (kWords * 128) + lane * (kChunk * 4);
 #pragma unroll
     for (int c = 0; c < kWords / kChunk; c++) {
       const u8* at = base + c * (kChunk * 128);
@@ -91,9 +85,9 @@ struct CodeWords {
   }
 
   // See Quant::arrive.
-  __device__ __forceinline__ void arrive(u32 zero) {
+  __device__ __forceinline__ void arrive() {
 #pragma unroll
-    for (int c = 0; c < kWords; c += kChunk) touch(w[c], zero);
+    for (int c = 0; c < kWords; c += kChunk) touch(w[c]);
   }
 
   // Brings the next step's words to the place of the first's.
@@ -113,11 +107,11 @@ struct CodeWords {
 
 template <Kind kOne>
 struct Float16 {
-  static constexpr int kSpan = 64, kParts = 1, kPlaneBytes[kMaxPlanes] = {CodeWords<16, 1>::kBytes};
+  static constexpr int kSpan = 64, kParts = 1;
   static constexpr Kind kKind = kOne;
   CodeWords<16, 1> q;
   __device__ __forceinline__ void load(const Planes& p, i64 span, int lane) { q.load(p.at[0], span, lane); }
-  __device__ __forceinline__ void arrive(u32 zero) { q.arrive(zero); }
+  __device__ __forceinline__ void arrive() { q.arrive(); }
   __device__ __forceinline__ void open() {}
   __device__ __forceinline__ u32 pairs(int s, int m, int h, int j, int) const { return q.w[((s * 2 + m) * 2 + h) * 2 + j]; }
   __device__ __forceinline__ float value(int, int s, int m, int h, int i) const {
@@ -132,14 +126,14 @@ template <> struct Quant<BF16> : Float16<Kind::kBf16> {};
 
 template <>
 struct Quant<F32> {
-  static constexpr int kSpan = 64, kParts = 3, kPlaneBytes[kMaxPlanes] = {CodeWords<16, 1>::kBytes, CodeWords<16, 1>::kBytes};
+  static constexpr int kSpan = 64, kParts = 3;
   static constexpr Kind kKind = Kind::kBf16;
   CodeWords<16, 1> high, low;  // the upper and the lower 16 bits
   __device__ __forceinline__ void load(const Planes& p, i64 span, int lane) {
     high.load(p.at[0], span, lane);
     low.load(p.at[1], span, lane);
   }
-  __device__ __forceinline__ void arrive(u32 zero) { high.arrive(zero), low.arrive(zero); }
+  __device__ __forceinline__ void arrive() { high.arrive(), low.arrive(); }
   __device__ __forceinline__ void open() {}
   __device__ __forceinline__ float value(int, int s, int m, int h, int i) const {
     const int word = ((s * 2 + m) * 2 + h) * 2 + (i >> 1);
@@ -156,10 +150,9 @@ struct Quant<F32> {
 
 struct BlockScale {  // d
   static constexpr bool kHasShift = false;
-  static constexpr int kScaleBytes = 64;
   uint2 d;  // rows g and g + 8: halves are s = 0 and 1
-  __device__ __forceinline__ void load(const u8* plane, i64 span, int lane) { d = load8(plane + span * kScaleBytes + (lane >> 2) * 8); }
-  __device__ __forceinline__ void arrive(u32 zero) { touch(d.x, zero); }
+  __device__ __forceinline__ void load(const u8* plane, i64 span, int lane) { d = load8(plane + span * 64 + (lane >> 2) * 8); }
+  __device__ __forceinline__ void arrive() { touch(d.x); }
   __device__ __forceinline__ float scale(int h, int s) const {
     const u32 word = h ? d.y : d.x;
     return s ? high_half(word) : low_half(word);
@@ -168,10 +161,9 @@ struct BlockScale {  // d
 
 struct BlockScaleShift {  // d, m
   static constexpr bool kHasShift = true;
-  static constexpr int kScaleBytes = 128;
   uint4 dm;  // (row g, s = 0), (g, 1), (g + 8, 0), (g + 8, 1)
-  __device__ __forceinline__ void load(const u8* plane, i64 span, int lane) { dm = load16(plane + span * kScaleBytes + (lane >> 2) * 16); }
-  __device__ __forceinline__ void arrive(u32 zero) { touch(dm.x, zero); }
+  __device__ __forceinline__ void load(const u8* plane, i64 span, int lane) { dm = load16(plane + span * 128 + (lane >> 2) * 16); }
+  __device__ __forceinline__ void arrive() { touch(dm.x); }
   __device__ __forceinline__ u32 word(int h, int s) const { return h ? (s ? dm.w : dm.z) : (s ? dm.y : dm.x); }
   __device__ __forceinline__ float scale(int h, int s) const { return low_half(word(h, s)); }
   __device__ __forceinline__ float shift(int h, int group) const { return high_half(word(h, group)); }
@@ -179,7 +171,7 @@ struct BlockScaleShift {  // d, m
 
 template <>
 struct Quant<Q8_0> : BlockScale {
-  static constexpr int kSpan = 64, kGroup = 32, kPlaneBytes[kMaxPlanes] = {CodeWords<8, 1>::kBytes, kScaleBytes};
+  static constexpr int kSpan = 64, kGroup = 32;
   static constexpr Kind kKind = Kind::kBytes;
   static constexpr bool kInteger = false, kSigned = true;
   CodeWords<8, 1> q;
@@ -187,9 +179,9 @@ struct Quant<Q8_0> : BlockScale {
     q.load(p.at[0], span, lane);
     BlockScale::load(p.at[1], span, lane);
   }
-  __device__ __forceinline__ void arrive(u32 zero) {
-    q.arrive(zero);
-    BlockScale::arrive(zero);
+  __device__ __forceinline__ void arrive() {
+    q.arrive();
+    BlockScale::arrive();
   }
   __device__ __forceinline__ void open() {}
   static __device__ __forceinline__ constexpr int up(int) { return 0; }
@@ -199,16 +191,15 @@ struct Quant<Q8_0> : BlockScale {
 // 4-bit codes, and 5-bit ones whose fifth bit has a plane of its own.
 template <int kSteps, bool kFifthBit, bool kCentred>
 struct Codes45 {
-  static constexpr int kCodeBytes = CodeWords<4, kSteps>::kBytes, kFifthBytes = kFifthBit ? CodeWords<1, kSteps>::kBytes : 0;
   CodeWords<4, kSteps> q;
   CodeWords<1, kSteps> fifth;
   __device__ __forceinline__ void load(const Planes& p, i64 span, int lane) {
     q.load(p.at[0], span, lane);
     if constexpr (kFifthBit) fifth.load(p.at[1], span, lane);
   }
-  __device__ __forceinline__ void arrive(u32 zero) {
-    q.arrive(zero);
-    if constexpr (kFifthBit) fifth.arrive(zero);
+  __device__ __forceinline__ void arrive() {
+    q.arrive();
+    if constexpr (kFifthBit) fifth.arrive();
   }
   __device__ __forceinline__ void rotate() {
     q.rotate();
@@ -226,8 +217,6 @@ template <bool kCentred, bool kFifthBit, typename Scales>
 struct Block45 : Scales {
   using Codes = Codes45<1, kFifthBit, kCentred>;
   static constexpr int kSpan = 64, kGroup = 32;
-  static constexpr int kPlaneBytes[kMaxPlanes] = {
-      Codes::kCodeBytes, kFifthBit ? Codes::kFifthBytes : Scales::kScaleBytes, kFifthBit ? Scales::kScaleBytes : 0};
   static constexpr Kind kKind = Kind::kBytes;
   static constexpr bool kInteger = false, kSigned = kCentred;
   Codes codes;
@@ -235,9 +224,9 @@ struct Block45 : Scales {
     codes.load(p, span, lane);
     Scales::load(p.at[kFifthBit ? 2 : 1], span, lane);
   }
-  __device__ __forceinline__ void arrive(u32 zero) {
-    codes.arrive(zero);
-    Scales::arrive(zero);
+  __device__ __forceinline__ void arrive() {
+    codes.arrive();
+    Scales::arrive();
   }
   __device__ __forceinline__ void open() {}
   static __device__ __forceinline__ constexpr int up(int h) { return Codes::up(h); }
@@ -271,7 +260,7 @@ struct TableCodes : CodeWords<4, kSteps> {
 
 template <>
 struct Quant<IQ4_NL> : BlockScale {
-  static constexpr int kSpan = 64, kGroup = 32, kPlaneBytes[kMaxPlanes] = {CodeWords<4, 1>::kBytes, kScaleBytes};
+  static constexpr int kSpan = 64, kGroup = 32;
   static constexpr Kind kKind = Kind::kBytes;
   static constexpr bool kInteger = false, kSigned = true;
   TableCodes<1> q;
@@ -279,9 +268,9 @@ struct Quant<IQ4_NL> : BlockScale {
     q.load(p.at[0], span, lane);
     BlockScale::load(p.at[1], span, lane);
   }
-  __device__ __forceinline__ void arrive(u32 zero) {
-    q.arrive(zero);
-    BlockScale::arrive(zero);
+  __device__ __forceinline__ void arrive() {
+    q.arrive();
+    BlockScale::arrive();
   }
   __device__ __forceinline__ void open() {}
   static __device__ __forceinline__ constexpr int up(int h) { return TableCodes<1>::up(h); }
@@ -309,7 +298,7 @@ struct GroupBytes {
 
 template <>
 struct Quant<IQ4_XS> {
-  static constexpr int kSpan = 256, kGroup = 32, kPlaneBytes[kMaxPlanes] = {CodeWords<4, 4>::kBytes, 128};
+  static constexpr int kSpan = 256, kGroup = 32;
   static constexpr Kind kKind = Kind::kBytes;
   static constexpr bool kInteger = true, kSigned = true, kHasShift = false;
   TableCodes<4> q;
@@ -320,9 +309,9 @@ struct Quant<IQ4_XS> {
     q.load(p.at[0], span, lane);
     meta = load16(p.at[1] + span * 128 + (lane >> 2) * 16);
   }
-  __device__ __forceinline__ void arrive(u32 zero) {
-    q.arrive(zero);
-    touch(meta.x, zero);
+  __device__ __forceinline__ void arrive() {
+    q.arrive();
+    touch(meta.x);
   }
   __device__ __forceinline__ void open() {
 #pragma unroll
@@ -358,7 +347,6 @@ template <bool kFifthBit>
 struct SuperBlock45 {
   using Codes = Codes45<4, kFifthBit, false>;
   static constexpr int kSpan = 256, kGroup = 32;
-  static constexpr int kPlaneBytes[kMaxPlanes] = {Codes::kCodeBytes, kFifthBit ? Codes::kFifthBytes : 256, kFifthBit ? 256 : 0};
   static constexpr Kind kKind = Kind::kBytes;
   static constexpr bool kInteger = true, kSigned = false, kHasShift = true;
   Codes codes;
@@ -370,9 +358,9 @@ struct SuperBlock45 {
     const u8* at = p.at[kFifthBit ? 2 : 1] + span * 256 + (lane >> 2) * 32;
     packed[0] = load16(at), packed[1] = load16(at + 16);
   }
-  __device__ __forceinline__ void arrive(u32 zero) {
-    codes.arrive(zero);
-    touch(packed[0].x, zero), touch(packed[1].x, zero);
+  __device__ __forceinline__ void arrive() {
+    codes.arrive();
+    touch(packed[0].x), touch(packed[1].x);
   }
   __device__ __forceinline__ void open() {
 #pragma unroll
@@ -403,7 +391,7 @@ template <> struct Quant<Q5_K> : SuperBlock45<true> {};
 
 template <>
 struct Quant<Q2_K> {
-  static constexpr int kSpan = 256, kGroup = 16, kPlaneBytes[kMaxPlanes] = {CodeWords<2, 4>::kBytes, 256, 64};
+  static constexpr int kSpan = 256, kGroup = 16;
   static constexpr Kind kKind = Kind::kBytes;
   static constexpr bool kInteger = true, kSigned = false, kHasShift = true;
   CodeWords<2, 4> q;
@@ -416,9 +404,9 @@ struct Quant<Q2_K> {
     for (int h = 0; h < 2; h++) packed[h] = load16(p.at[1] + span * 256 + (lane >> 2) * 32 + 16 * h);
     dm = load8(p.at[2] + span * 64 + (lane >> 2) * 8);
   }
-  __device__ __forceinline__ void arrive(u32 zero) {
-    q.arrive(zero);
-    touch(packed[0].x, zero), touch(packed[1].x, zero), touch(dm.x, zero);
+  __device__ __forceinline__ void arrive() {
+    q.arrive();
+    touch(packed[0].x), touch(packed[1].x), touch(dm.x);
   }
   __device__ __forceinline__ void open() {
 #pragma unroll
@@ -447,7 +435,7 @@ struct Quant<Q2_K> {
 
 template <>
 struct Quant<Q3_K> {
-  static constexpr int kSpan = 256, kGroup = 16, kPlaneBytes[kMaxPlanes] = {CodeWords<2, 4>::kBytes, CodeWords<1, 4>::kBytes, 192, 32};
+  static constexpr int kSpan = 256, kGroup = 16;
   static constexpr Kind kKind = Kind::kBytes;
   static constexpr bool kInteger = true, kSigned = true, kHasShift = false;
   CodeWords<2, 4> q;
@@ -465,9 +453,9 @@ struct Quant<Q3_K> {
     }
     dd = load4(p.at[3] + span * 32 + (lane >> 2) * 4);
   }
-  __device__ __forceinline__ void arrive(u32 zero) {
-    q.arrive(zero), third.arrive(zero);
-    touch(packed[0], zero), touch(packed[2], zero), touch(packed[4], zero), touch(dd, zero);
+  __device__ __forceinline__ void arrive() {
+    q.arrive(), third.arrive();
+    touch(packed[0]), touch(packed[2]), touch(packed[4]), touch(dd);
   }
   __device__ __forceinline__ void open() {
     // Six-bit scale i: low nibbles in 8 bytes (i mod 8, upper nibble from 8 on), upper pairs of bits in 4 bytes (i mod 4).
@@ -498,7 +486,7 @@ struct Quant<Q3_K> {
 
 template <>
 struct Quant<Q6_K> {
-  static constexpr int kSpan = 256, kGroup = 16, kPlaneBytes[kMaxPlanes] = {CodeWords<4, 4>::kBytes, CodeWords<2, 4>::kBytes, 256, 32};
+  static constexpr int kSpan = 256, kGroup = 16;
   static constexpr Kind kKind = Kind::kBytes;
   static constexpr bool kInteger = true, kSigned = true, kHasShift = false;
   CodeWords<4, 4> q;
@@ -515,9 +503,9 @@ struct Quant<Q6_K> {
     }
     dd = load4(p.at[3] + span * 32 + (lane >> 2) * 4);
   }
-  __device__ __forceinline__ void arrive(u32 zero) {
-    q.arrive(zero), upper.arrive(zero);
-    touch(scales[0].w[0], zero), touch(scales[1].w[0], zero), touch(dd, zero);
+  __device__ __forceinline__ void arrive() {
+    q.arrive(), upper.arrive();
+    touch(scales[0].w[0]), touch(scales[1].w[0]), touch(dd);
   }
   __device__ __forceinline__ void open() {}
   __device__ __forceinline__ void rotate() {

@@ -395,7 +395,7 @@ struct Product {
 
 // Blocks of one multiprocessor: two, except where 128 registers a thread do not hold codes and accumulators.
 template <int TYPE, int T>
-constexpr int kMinBlocks = T == 16 || (T == 8 && (Quant<TYPE>::kSpan == 256 || Quant<TYPE>::kKind != Kind::kBytes)) ? 1 : 2;
+constexpr int kMinBlocks = T == 16 || (T == 8 && (Quant<TYPE>::kSpan == 256 || Quant<TYPE>::kKind != Kind::kBytes)) || (T == 4 && TYPE == F32) ? 1 : 2;
 
 __device__ __forceinline__ float factor_of_row(const float (&warp_squares)[kWarps], int K, float eps) {
   float sum = warp_squares[0];

@@ -39,8 +39,24 @@ struct Quant;
 
 // ---- words ------------------------------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ u32 load4(const u8* address) { return __ldg(reinterpret_cast<const u32*>(address)); }
-__device__ __forceinline__ uint2 load8(const u8* address) { return __ldg(reinterpret_cast<const uint2*>(address)); }
+// Weights, read once. Not by the path of constant data: the assembler would move such reads behind wait_for_previous().
+__device__ __forceinline__ u32 weights4(const u8* address) {
+  u32 v;
+  asm volatile("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(address));
+  return v;
+}
+__device__ __forceinline__ uint2 weights8(const u8* address) {
+  uint2 v;
+  asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(address));
+  return v;
+}
+__device__ __forceinline__ uint4 weights16(const u8* address) {
+  uint4 v;
+  asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(address));
+  return v;
+}
 
 __device__ __forceinline__ u32 shifted(u32 word, int down) { return down >= 0 ? word >> down : word << -down; }
 
@@ -73,13 +89,13 @@ struct CodeWords {
     for (int c = 0; c < kWords / kChunk; c++) {
       const u8* at = base + c * (kChunk * 128);
       if constexpr (kChunk == 4) {
-        const uint4 v = load16(at);
+        const uint4 v = weights16(at);
         w[4 * c] = v.x, w[4 * c + 1] = v.y, w[4 * c + 2] = v.z, w[4 * c + 3] = v.w;
       } else if constexpr (kChunk == 2) {
-        const uint2 v = load8(at);
+        const uint2 v = weights8(at);
         w[0] = v.x, w[1] = v.y;
       } else {
-        w[0] = load4(at);
+        w[0] = weights4(at);
       }
     }
   }
@@ -151,7 +167,7 @@ struct Quant<F32> {
 struct BlockScale {  // d
   static constexpr bool kHasShift = false;
   uint2 d;  // rows g and g + 8: halves are s = 0 and 1
-  __device__ __forceinline__ void load(const u8* plane, i64 span, int lane) { d = load8(plane + span * 64 + (lane >> 2) * 8); }
+  __device__ __forceinline__ void load(const u8* plane, i64 span, int lane) { d = weights8(plane + span * 64 + (lane >> 2) * 8); }
   __device__ __forceinline__ void arrive() { touch(d.x); }
   __device__ __forceinline__ float scale(int h, int s) const {
     const u32 word = h ? d.y : d.x;
@@ -162,7 +178,7 @@ struct BlockScale {  // d
 struct BlockScaleShift {  // d, m
   static constexpr bool kHasShift = true;
   uint4 dm;  // (row g, s = 0), (g, 1), (g + 8, 0), (g + 8, 1)
-  __device__ __forceinline__ void load(const u8* plane, i64 span, int lane) { dm = load16(plane + span * 128 + (lane >> 2) * 16); }
+  __device__ __forceinline__ void load(const u8* plane, i64 span, int lane) { dm = weights16(plane + span * 128 + (lane >> 2) * 16); }
   __device__ __forceinline__ void arrive() { touch(dm.x); }
   __device__ __forceinline__ u32 word(int h, int s) const { return h ? (s ? dm.w : dm.z) : (s ? dm.y : dm.x); }
   __device__ __forceinline__ float scale(int h, int s) const { return low_half(word(h, s)); }
@@ -307,7 +323,7 @@ struct Quant<IQ4_XS> {
   u32 dd[2];
   __device__ __forceinline__ void load(const Planes& p, i64 span, int lane) {
     q.load(p.at[0], span, lane);
-    meta = load16(p.at[1] + span * 128 + (lane >> 2) * 16);
+    meta = weights16(p.at[1] + span * 128 + (lane >> 2) * 16);
   }
   __device__ __forceinline__ void arrive() {
     q.arrive();
@@ -356,7 +372,7 @@ struct SuperBlock45 {
   __device__ __forceinline__ void load(const Planes& p, i64 span, int lane) {
     codes.load(p, span, lane);
     const u8* at = p.at[kFifthBit ? 2 : 1] + span * 256 + (lane >> 2) * 32;
-    packed[0] = load16(at), packed[1] = load16(at + 16);
+    packed[0] = weights16(at), packed[1] = weights16(at + 16);
   }
   __device__ __forceinline__ void arrive() {
     codes.arrive();
@@ -401,8 +417,8 @@ struct Quant<Q2_K> {
   __device__ __forceinline__ void load(const Planes& p, i64 span, int lane) {
     q.load(p.at[0], span, lane);
 #pragma unroll
-    for (int h = 0; h < 2; h++) packed[h] = load16(p.at[1] + span * 256 + (lane >> 2) * 32 + 16 * h);
-    dm = load8(p.at[2] + span * 64 + (lane >> 2) * 8);
+    for (int h = 0; h < 2; h++) packed[h] = weights16(p.at[1] + span * 256 + (lane >> 2) * 32 + 16 * h);
+    dm = weights8(p.at[2] + span * 64 + (lane >> 2) * 8);
   }
   __device__ __forceinline__ void arrive() {
     q.arrive();
@@ -448,10 +464,10 @@ struct Quant<Q3_K> {
     third.load(p.at[1], span, lane);
 #pragma unroll
     for (int i = 0; i < 3; i++) {
-      const uint2 two = load8(p.at[2] + span * 192 + (lane >> 2) * 24 + i * 8);
+      const uint2 two = weights8(p.at[2] + span * 192 + (lane >> 2) * 24 + i * 8);
       packed[2 * i] = two.x, packed[2 * i + 1] = two.y;
     }
-    dd = load4(p.at[3] + span * 32 + (lane >> 2) * 4);
+    dd = weights4(p.at[3] + span * 32 + (lane >> 2) * 4);
   }
   __device__ __forceinline__ void arrive() {
     q.arrive(), third.arrive();
@@ -498,10 +514,10 @@ struct Quant<Q6_K> {
     upper.load(p.at[1], span, lane);
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      const uint4 r = load16(p.at[2] + span * 256 + (lane >> 2) * 32 + 16 * h);
+      const uint4 r = weights16(p.at[2] + span * 256 + (lane >> 2) * 32 + 16 * h);
       scales[h].w[0] = r.x, scales[h].w[1] = r.y, scales[h].w[2] = r.z, scales[h].w[3] = r.w;
     }
-    dd = load4(p.at[3] + span * 32 + (lane >> 2) * 4);
+    dd = weights4(p.at[3] + span * 32 + (lane >> 2) * 4);
   }
   __device__ __forceinline__ void arrive() {
     q.arrive(), upper.arrive();

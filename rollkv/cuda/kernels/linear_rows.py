@@ -29,7 +29,7 @@ _STAGED_COLUMNS = {
 # Spans of weights in flight a warp, at one row, as far as 128 registers go.
 _DEPTH = {
     "Q8_0": 8, "Q4_0": 12, "Q4_1": 8, "Q5_0": 8, "Q5_1": 6, "IQ4_NL": 8, "F16": 4, "BF16": 4, "F32": 2,
-    "Q4_K": 2, "Q6_K": 2, "Q2_K": 2, "Q3_K": 2, "Q5_K": 2, "IQ4_XS": 2,
+    "Q4_K": 3, "Q6_K": 2, "Q2_K": 2, "Q3_K": 2, "Q5_K": 2, "IQ4_XS": 2,
 }  # fmt: skip
 _UNIT = 256  # columns of x with a common scale
 # Types with a shift need the sums of x over the columns that share one.

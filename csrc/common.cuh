@@ -81,15 +81,6 @@ struct Constant {
   static constexpr bool value = kValue;
 };
 
-// ---- loads ------------------------------------------------------------------------------------------------------------------------
-
-// 16 aligned bytes that are read once and that nothing writes while the kernel runs: not kept in L1.
-__device__ __forceinline__ uint4 load16(const void* address) {
-  uint4 v;
-  asm("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(address));
-  return v;
-}
-
 // ---- launches that overlap ---------------------------------------------------------------------------------------------------------
 
 // A kernel marked `early` (KernelSpec) may begin, on sm_90 and newer, as soon as every block of the kernel before it has begun. What kernels

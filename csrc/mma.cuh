@@ -43,7 +43,7 @@ __device__ __forceinline__ u32 transpose_matrix(u32 x) {
   return r;
 }
 
-// 16 bytes that are read once; zeros, and nothing read, if not `visible`. Volatile, unlike load16: the compiler must leave it in its place.
+// 16 bytes that are read once; zeros, and nothing read, if not `visible`. Volatile: the compiler must leave it in its place.
 __device__ __forceinline__ uint4 load16_in_order(const void* address, bool visible) {
   uint4 v;
   asm volatile(

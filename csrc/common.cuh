@@ -81,15 +81,6 @@ struct Constant {
   static constexpr bool value = kValue;
 };
 
-// ---- loads ------------------------------------------------------------------------------------------------------------------------
-
-// 16 aligned bytes that are read once and that nothing writes while the kernel runs: not kept in L1.
-__device__ __forceinline__ uint4 load16(const void* address) {
-  uint4 v;
-  asm("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(address));
-  return v;
-}
-
 // ---- launches that overlap ---------------------------------------------------------------------------------------------------------
 
 // A kernel marked `early` (KernelSpec) may begin, on sm_90 and newer, as soon as every block of the kernel before it has begun. What kernels
@@ -137,7 +128,21 @@ __device__ __forceinline__ void prefetch(const void* address, int num_bytes) {
 
 // ---- reductions in a fixed order: the result depends on the values and the block size alone, and every thread receives it ---------
 
-// Butterfly: at each step both partners add the same two numbers, so all lanes end with equal bits.
+// Butterflies: at each step both partners add the same two numbers, so all lanes end with equal bits. Over kLanes neighbouring lanes:
+template <int kLanes>
+__device__ __forceinline__ float lanes_sum(float value) {
+#pragma unroll
+  for (int step = 1; step < kLanes; step *= 2) value = __fadd_rn(value, __shfl_xor_sync(kAllLanes, value, step));
+  return value;
+}
+
+template <int kLanes>
+__device__ __forceinline__ float lanes_max(float value) {
+#pragma unroll
+  for (int step = 1; step < kLanes; step *= 2) value = fmaxf(value, __shfl_xor_sync(kAllLanes, value, step));
+  return value;
+}
+
 __device__ __forceinline__ float warp_sum(float value) {
 #pragma unroll
   for (int step = 16; step; step /= 2) value += __shfl_xor_sync(kAllLanes, value, step);

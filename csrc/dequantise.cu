@@ -25,17 +25,18 @@ __global__ void __launch_bounds__(256) dequantise(
   if (span >= spans) return;
   const i64 tile = i64(first_tile) + blockIdx.y;
   Q q;
-  q.load(Planes{p0, p1, p2, p3}, tile * spans + span, lane);
+  q.load(Planes{{p0, p1, p2, p3}}, tile * spans + span, lane);
+  q.open();
   const int first_row = blockIdx.y * kTileRows + (lane >> 2);
 #pragma unroll
   for (int step = 0; step < Q::kSpan / kStepColumns; step++) {
 #pragma unroll
-    for (int run = 0; run < 8; run++) {  // registers of one (s, m, h): j = 0 and 1
-      const int reg = (run >> 1) * 4 + (run & 1);
-      const int row = first_row + half_row(reg) * 8, column = span * Q::kSpan + step * kStepColumns + register_column(reg, lane & 3);
+    for (int quad = 0; quad < 8; quad++) {
+      const int sub = quad >> 2, m = quad >> 1 & 1, h = quad & 1;
+      const int row = first_row + h * 8, column = span * Q::kSpan + step * kStepColumns + sub * 32 + m * 16 + (lane & 3) * 4;
       u16 v[4];
 #pragma unroll
-      for (int i = 0; i < 4; i++) v[i] = saturated_half(weight_value(q, step, reg + (i >> 1) * 2, i & 1));
+      for (int i = 0; i < 4; i++) v[i] = saturated_half(weight_value(q, step, sub, m, h, i));
       if (row >= num_rows) continue;
       u16* target = out + i64(row) * columns + column;
       if (columns % 4 == 0) {

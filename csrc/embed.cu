@@ -25,7 +25,8 @@ __global__ void __launch_bounds__(128) embed(
   const bool known = token >= 0 && token < vocab;
   const int row = known ? token : 0;
   Q q;
-  q.load(Planes{p0, p1, p2, p3}, i64(row / kTileRows) * spans + span, (row & 7) * 4 + t);
+  q.load(Planes{{p0, p1, p2, p3}}, i64(row / kTileRows) * spans + span, (row & 7) * 4 + t);
+  q.open();
 #pragma unroll
   for (int step = 0; step < Q::kSpan / kStepColumns; step++) {
 #pragma unroll
@@ -33,11 +34,11 @@ __global__ void __launch_bounds__(128) embed(
       float v[4];
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-        const int reg = run * 4 + (i >> 1) * 2;
-        const float value = row & 8 ? weight_value(q, step, reg + 1, i & 1) : weight_value(q, step, reg, i & 1);
+        const int s = run >> 1, m = run & 1;
+        const float value = row & 8 ? weight_value(q, step, s, m, 1, i) : weight_value(q, step, s, m, 0, i);
         v[i] = known ? __fmul_rn(scale, value) : __uint_as_float(0x7fc00000u);
       }
-      const int column = span * Q::kSpan + step * kStepColumns + register_column(run * 4, t);
+      const int column = span * Q::kSpan + step * kStepColumns + run * 16 + t * 4;
       float* target = out + i64(blockIdx.x) * columns + column;
       if (columns % 4 == 0) {
         if (column < columns) *reinterpret_cast<float4*>(target) = make_float4(v[0], v[1], v[2], v[3]);

@@ -1,12 +1,14 @@
 // The products of a step of 1 to 16 tokens: y = norm(x) W^T + bias, optionally added to what y holds, or gated; W in any type, on tensor
 // cores, with float32 precision and batch-invariant bits.
 //
-// Quantised weights: codes are signed bytes, and so are the three digits of x: within 32 columns x = scale * (d0 + d1 / 256 + d2 / 65536), scale the power of
-// two that brings the largest to [63.5, 127], rounded once at 2^-23 of it. Row t of x becomes the columns 3t, 3t+1, 3t+2 of the B operand, 16 weight
-// rows are the A operand, and mma.m16n8k32 over bytes is exact; what is rounded further is the float32 summation alone: acc =
-// fma(scale of the weights, scale of the digit * mma sum, acc). For types with a shift also acc = fma(shift, sum of x over
-// the group, acc), the sum being taken once when x is staged. A column with an infinity or a NaN makes its row NaN.
-// Other weights: a float32 is the exact sum of three bf16 numbers (8 bits of its significand each), F16 of two: exact products of mma.m16n8k16.
+// Quantised weights: codes are bytes, and so are the three digits of x: within 256 columns x = scale * (d0 + d1 / 256 + d2 / 65536), scale the
+// power of two that brings the largest to [63.5, 127], rounded once at 2^-23 of it. Row t of x becomes the columns 3t, 3t+1, 3t+2 of the B
+// operand, 16 weight rows are the A operand, and mma.m16n8k32 over bytes is exact. The types of super-blocks have integer scales of 8 bits
+// a group: their groups are weighted and added in integers too, exactly, and one float32 multiply-add follows for 256 columns; the others take
+// one for 32 columns. Shifts are multiplied by the sums of x over their groups, taken once when x is staged, the groups of a row divided
+// among its four lanes. A column with an infinity or a NaN makes its row NaN.
+// F16: x = scale * (h0 + h1 + h2), three halves, the scale a power of two for 256 columns; exact products of mma.m16n8k16.
+// BF16 and F32: a float32 is the exact sum of three bf16 numbers (8 bits of its significand each).
 // One row of x fills 3 of the 8 columns: the tensor cores idle while memory is busy, and two rows cost no more than one.
 //
 // Norm      y = r (W (x * norm)) with r = 1 / sqrt(mean(x^2) + eps): the factor of the row comes last, so the sum of squares is off the way
@@ -15,30 +17,66 @@
 //           y has N / 2 columns; else W is up alone, and y holds the gate and is overwritten.
 // Operands  x f32 [rows][K]; norm f32 [K] or null; planes of TYPE, weight [N, K]; bias f32 [N] or null; y f32 [rows][ldy], ldy >= its columns.
 // Mapping   a block of 8 warps takes tiles of 16 weight rows (pairs of them), one after another; warp w takes the spans w, w + 8, ... of the tile in
-//           ascending order and keeps kDepth spans of weights in flight, across staging and across tiles; the first ones are on their way
-//           before the kernels before this one have ended. x is staged in shared memory, k_tile columns at a time (once, where all of K
-//           fits). Warp sums are added in the order of the warps, then the three parts from the smallest.
+//           ascending order and keeps a round of kDepth spans of weights in flight, across staging and across tiles; the first ones are on their
+//           way before the kernels before this one have ended. x is staged in shared memory, k_tile columns at a time (once, where all of K
+//           fits). Warp sums are added in the order of the warps.
 // Bits      a result depends on its weight row and its row of x alone: the order of operations is fixed by K and TYPE; T, kDepth, k_tile, the
 //           grid and the column of the B operand do not enter. All rounding operations are written as intrinsics, so nothing is contracted differently
 //           in different instances.
-// Bound     memory: the weight's bytes. Issue slots are the second limit: about 1 a weight (Q8_0: 0.25 to order the codes, 0.06 for the mma, 0.75 to
-//           scale), 15 % of what sm_90 has at full rate.
-// Rejected  codes and x as bf16 (codes exact, x in three parts): 3.3 slots a weight, 44 to 61 % of HBM. float32 multiply-adds on the plain
-//           cores: 3.3 slots a weight at one row, and a row more costs a slot more; x split inside every warp instead of once a block: more
-//           slots for x than for the weights.
+// Bound     memory, behind a chain of about 4 us that every launch has: 0.5 us until the kernel before is seen to have ended, 1.1 until x is staged
+//           (0.7 of it until x is there), the products, 0.4 for the sums of a tile. Issue slots are the second limit: at one row about 1.3 a
+//           weight of a lane in Q4_K, of 3.9 that sm_90 has at full rate.
+// Rejected  codes and x as bf16: 3.3 slots a weight. Scales of x for 32 columns and a float32 multiply-add a group: Q4_K 2 slots more a weight. Weights
+//           through shared memory (cp.async, or bulk copies by one lane), 70 to 190 KB in flight, also beside the next kernel's on one
+//           multiprocessor: 24576 x 4096 in Q8_0 takes 30 us, with the next kernel let in later 33 to 40 (two of its blocks may land on one
+//           multiprocessor). Bulk prefetches into L2 ahead of the loads: 28 to 59 us.
 // Oracle    float64 product with quants.dequantise
 #include "activation.cuh"
 #include "quants.cuh"
 
 constexpr int kWarps = 8;
 constexpr int kThreads = kWarps * 32;
+constexpr int kUnit = 256;     // columns of x with a common scale
 constexpr int kPadBytes = 32;  // of a staged row beyond its own: so neighbouring rows lie in different banks
 
+// ---- tensor cores -----------------------------------------------------------------------------------------------------------------
+
 // c += a b; a: 16 weight rows x 16 columns, b: 16 columns x 8 parts of x.
-__device__ __forceinline__ void mma_bf16(float (&c)[4], const u32* a, u32 b0, u32 b1) {
+__device__ __forceinline__ void mma_bf16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ void mma_half(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// a b + start over bytes; a: 16 weight rows x 32 (or 16) columns, signed or not, b: those columns x 8 digits of x.
+template <bool kSigned>
+__device__ __forceinline__ void mma_bytes32(int (&c)[4], const u32 (&a)[4], u32 b0, u32 b1, int start) {
+  if constexpr (kSigned) {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %10, %10, %10};"
+        : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(start));
+  } else {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %10, %10, %10};"
+        : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(start));
+  }
+}
+template <bool kSigned>
+__device__ __forceinline__ void mma_bytes16(int (&c)[4], u32 a0, u32 a1, u32 b, int start) {
+  if constexpr (kSigned) {
+    asm("mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%7, %7, %7, %7};"
+        : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3])
+        : "r"(a0), "r"(a1), "r"(b), "r"(start));
+  } else {
+    asm("mma.sync.aligned.m16n8k16.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%7, %7, %7, %7};"
+        : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3])
+        : "r"(a0), "r"(a1), "r"(b), "r"(start));
+  }
 }
 
 // Sums over bytes begin at the float 1.5 * 2^23, taken as an integer: as long as they stay below 2^22 the result, taken as a float, is that
@@ -46,17 +84,7 @@ __device__ __forceinline__ void mma_bf16(float (&c)[4], const u32* a, u32 b0, u3
 constexpr int kSumBase = 0x4b400000;
 __device__ __forceinline__ float sum_value(int c) { return __fsub_rn(__int_as_float(c), 12582912.0f); }
 
-// c += a b over bytes; a: 16 weight rows x 32 (or 16) columns, b: those columns x 8 digits of x.
-__device__ __forceinline__ void mma_bytes32(int (&c)[4], const u32* a, u32 b0, u32 b1) {
-  asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-__device__ __forceinline__ void mma_bytes16(int (&c)[4], const u32* a, u32 b) {
-  asm("mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
-      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(b));
-}
+// ---- x ----------------------------------------------------------------------------------------------------------------------------
 
 // Columns c to c + 3 of a row of `known` columns, zeros behind its end.
 __device__ __forceinline__ float4 four(const float* row, int c, int known, bool aligned) {
@@ -69,224 +97,311 @@ __device__ __forceinline__ float add_squares(float sum, const float4& v) {
   return __fmaf_rn(v.w, v.w, __fmaf_rn(v.z, v.z, __fmaf_rn(v.y, v.y, __fmaf_rn(v.x, v.x, sum))));
 }
 
-// Over kLanes neighbouring lanes, in a fixed order.
-template <int kLanes>
-__device__ __forceinline__ float lanes_total(float value) {
-#pragma unroll
-  for (int distance = 1; distance < kLanes; distance *= 2) value = __fadd_rn(value, __shfl_xor_sync(kAllLanes, value, distance));
-  return value;
+__device__ __forceinline__ float4 times(const float4& v, const float4& w) {
+  return make_float4(__fmul_rn(v.x, w.x), __fmul_rn(v.y, w.y), __fmul_rn(v.z, w.z), __fmul_rn(v.w, w.w));
 }
+__device__ __forceinline__ float4 times(const float4& v, float w) { return times(v, make_float4(w, w, w, w)); }
 
 __device__ __forceinline__ u32 magnitude_bits(float x) { return __float_as_uint(x) & 0x7fffffffu; }
+__device__ __forceinline__ u32 magnitude_bits(const float4& v) {
+  return max(max(magnitude_bits(v.x), magnitude_bits(v.y)), max(magnitude_bits(v.z), magnitude_bits(v.w)));
+}
 
-// How x is staged, and multiplied by the codes of one span. A part of x is a column of the B operand: 3t, 3t+1, 3t+2 of row t.
+// How x is staged, and multiplied by the weights of one span. A part of x is a column of the B operand: 3t, 3t+1, 3t+2 of row t.
 template <int TYPE, int T>
 struct Product {
   using Q = Quant<TYPE>;
+  static constexpr bool kBytes = Q::kKind == Kind::kBytes, kScaledX = Q::kKind != Kind::kBf16;
   static constexpr int kColumns = 3 * T;
   static constexpr int kBlocksN = (kColumns + 7) / 8;  // of 8 columns
-  static constexpr int kSums = 8 * kBlocksN;
   static constexpr int kSteps = Q::kSpan / kStepColumns;
-  static constexpr int kPartBytes = Q::kScaled ? 1 : 2;  // of a part of one column of x
+  static constexpr int kPartBytes = kBytes ? 1 : 2;  // of a part of one column of x
+  static constexpr int kAtOnce = T == 1 ? 2 : 1;     // units of x that a warp loads before it stages the first of them
+  static constexpr bool kHasShift = [] { if constexpr (kBytes) return Q::kHasShift; else return false; }();
+  static constexpr bool kInteger = [] { if constexpr (kBytes) return Q::kInteger; else return false; }();
+  static constexpr int kGroup = [] { if constexpr (kBytes) return Q::kGroup; else return 32; }();
 
   // Shared memory of k_tile staged columns.
   struct Staged {
     u8* parts;      // [3T][pitch] bytes, within 32 columns in the order in which a lane reads them
-    float* scales;  // [k_tile / 32][kSums] scales of the digits; zeros beside the columns that exist
-    float* sums;    // [k_tile / kGroup][kSums] sums of x, in the columns of first parts only, so that they count once
+    float* scales;  // [k_tile / kUnit][T], of the first digits
+    float* sums;    // [k_tile / kGroup][T] sums of x
     int pitch;
     __device__ __forceinline__ Staged(u8* memory, int k_tile)
         : parts(memory), scales(reinterpret_cast<float*>(memory + kColumns * (k_tile * kPartBytes + kPadBytes))),
-          sums(scales + (Q::kScaled ? k_tile / 32 * kSums : 0)), pitch(k_tile * kPartBytes + kPadBytes) {}
+          sums(scales + (kScaledX ? (k_tile + kUnit - 1) / kUnit * T : 0)), pitch(k_tile * kPartBytes + kPadBytes) {}
+    __device__ __forceinline__ float scale(int column, int part_column) const {
+      return scales[column / kUnit * T + (T == 1 ? 0 : min(part_column / 3, T - 1))];
+    }
   };
 
-  static __device__ __forceinline__ void clear(const Staged& to, int k_tile) {
-    if constexpr (Q::kScaled) {
-      for (int i = threadIdx.x; i < k_tile / 32 * kSums; i += kThreads) to.scales[i] = 0.0f;
-    }
-    if constexpr (Q::kHasShift) {
-      for (int i = threadIdx.x; i < k_tile / Q::kGroup * kSums; i += kThreads) to.sums[i] = 0.0f;
-    }
-  }
+  struct Sums {
+    float acc[kBlocksN][4];  // parts 2t + (i & 1) of rows g + 8 (i >> 1)
+    float shift[T][2];       // of rows g and g + 8, this lane's groups
+  };
 
-  // Columns c to c + 3 of row t, as three bf16 numbers each.
-  static __device__ __forceinline__ void put_parts(const Staged& to, int t, int c, const float4& v) {
+  // Columns c to c + 3 of row t, as three numbers of 16 bits each.
+  static __device__ __forceinline__ void put_parts(const Staged& to, int t, int c, int length, const float4& v) {
+    if (c >= length) return;
     float4 rest = v;
     u8* target = to.parts + (3 * t) * to.pitch + ((c & ~31) + (c >> 2 & 3) * 8 + (c >> 4 & 1) * 4) * 2;
 #pragma unroll
     for (int part = 0; part < 3; part++) {
-      *reinterpret_cast<uint2*>(target + part * to.pitch) = make_uint2(bf16_pair(rest.x, rest.y), bf16_pair(rest.z, rest.w));
-      rest = make_float4(bf16_rest(rest.x), bf16_rest(rest.y), bf16_rest(rest.z), bf16_rest(rest.w));
+      uint2 pair;
+      if constexpr (Q::kKind == Kind::kBf16) {
+        pair = make_uint2(bf16_pair(rest.x, rest.y), bf16_pair(rest.z, rest.w));
+        rest = make_float4(bf16_rest(rest.x), bf16_rest(rest.y), bf16_rest(rest.z), bf16_rest(rest.w));
+      } else {
+        pair = make_uint2(pack_half2(rest.x, rest.y), pack_half2(rest.z, rest.w));
+        rest = make_float4(__fsub_rn(rest.x, low_half(pair.x)), __fsub_rn(rest.y, high_half(pair.x)), __fsub_rn(rest.z, low_half(pair.y)),
+                           __fsub_rn(rest.w, high_half(pair.y)));
+      }
+      *reinterpret_cast<uint2*>(target + part * to.pitch) = pair;
     }
   }
 
-  // The same as three digits each: the 8 lanes of 32 columns agree on the scale. Called by whole warps; lanes behind `length` write nothing.
+  // The same as three digits each, v being in units of the last one.
   static __device__ __forceinline__ void put_digits(const Staged& to, int t, int c, int length, const float4& v) {
-    u32 most = max(max(magnitude_bits(v.x), magnitude_bits(v.y)), max(magnitude_bits(v.z), magnitude_bits(v.w)));
-#pragma unroll
-    for (int distance = 1; distance < 8; distance *= 2) most = max(most, __shfl_xor_sync(kAllLanes, most, distance));
-    const bool finite = most < 0x7f800000u;
-    int exponent = max(int(most >> 23), 27) - 6;                                          // biased; largest / scale in [64, 128)
-    if ((most & 0x7fffffu) > 0x7e0000u) exponent++;                                       // above 127: [63.5, 64)
-    const float to_digits = finite ? __uint_as_float(u32(254 + 16 - exponent) << 23) : 0.0f;  // 65536 / scale
     u32 digits[4];  // least digit in the low byte
     const float x[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
-    for (int i = 0; i < 4; i++) digits[i] = u32((finite ? __float2int_rn(__fmul_rn(x[i], to_digits)) : 0) + 0x808080) ^ 0x808080u;
+    for (int i = 0; i < 4; i++) digits[i] = u32(__float2int_rn(x[i]) + 0x808080) ^ 0x808080u;
     if (c >= length) return;
     u8* target = to.parts + (3 * t) * to.pitch + (c & ~31) + (c >> 2 & 3) * 8 + (c >> 4 & 1) * 4;
 #pragma unroll
     for (int part = 0; part < 3; part++) {
       const int byte = 2 - part, both = byte | (4 + byte) << 4;
-      const u32 word = __byte_perm(__byte_perm(digits[0], digits[2], both), __byte_perm(digits[1], digits[3], both), 0x5410);
-      *reinterpret_cast<u32*>(target + part * to.pitch) = word;
-      if (c % 32 == 0) {
-        to.scales[c / 32 * kSums + 3 * t + part] = finite ? __uint_as_float(u32(exponent - 8 * part) << 23) : __uint_as_float(0x7fc00000u);
+      *reinterpret_cast<u32*>(target + part * to.pitch) =
+          __byte_perm(__byte_perm(digits[0], digits[1], both), __byte_perm(digits[2], digits[3], both), 0x5410);
+    }
+  }
+
+  // A unit of row t: lanes have columns c to c + 3 and c + 128 to c + 131.
+  static __device__ __forceinline__ void put_unit(const Staged& to, int t, int unit, int lane, int length, float4 (&v)[2]) {
+    const int c = unit * kUnit + lane * 4;
+    if constexpr (kHasShift) {
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const float sum = lanes_sum<kGroup / 4>(__fadd_rn(__fadd_rn(v[i].x, v[i].y), __fadd_rn(v[i].z, v[i].w)));
+        const int column = c + i * 128;
+        if (column < length && column % kGroup == 0) to.sums[column / kGroup * T + t] = sum;
+      }
+    }
+    if constexpr (kScaledX) {
+      const u32 most = __reduce_max_sync(kAllLanes, max(magnitude_bits(v[0]), magnitude_bits(v[1])));
+      const bool finite = most < 0x7f800000u;
+      // Biased exponents: of 1 / scale (digits: times 65536), and of the scale.
+      int exponent = max(int(most >> 23), 27) - (kBytes ? 6 : 14);  // bytes: largest / scale in [64, 128); halves: in [2^14, 2^15)
+      if (kBytes && (most & 0x7fffffu) > 0x7e0000u) exponent++;     // above 127: [63.5, 64)
+      const float factor = finite ? __uint_as_float(u32(254 + (kBytes ? 16 : 0) - exponent) << 23) : 0.0f;
+      if (lane == 0) to.scales[unit * T + t] = finite ? __uint_as_float(u32(exponent) << 23) : __uint_as_float(0x7fc00000u);
+#pragma unroll
+      for (int i = 0; i < 2; i++) v[i] = finite ? times(v[i], factor) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    }
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      if constexpr (kBytes) {
+        put_digits(to, t, c + i * 128, length, v[i]);
+      } else {
+        put_parts(to, t, c + i * 128, length, v[i]);
       }
     }
   }
 
-  // Stages columns [first, first + length) of x * norm. At T = 1 returns this thread's share of the sum of squares.
-  static __device__ __forceinline__ float stage(const float* x, const float* norm, int rows, int columns, int first, int length, const Staged& to) {
+  // Stages columns [first, first + length) of x * norm; at T = 1 adds to this thread's share of the sum of squares.
+  static __device__ __forceinline__ void stage(const float* x, const float* norm, int rows, int columns, int first, int length, const Staged& to,
+                                               float& squares) {
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-    float squares = 0.0f;
+    const bool aligned = columns % 4 == 0;
+    const int inside = min(length, columns - first);
 #pragma unroll 1
     for (int t = 0; t < T; t++) {
       const float* row = x + i64(t) * columns + first;
-      const int known = t < rows ? min(length, columns - first) : 0;
-#pragma unroll (T == 1 && Q::kSpan == 64 ? 4 : 2)
-      for (int base = warp * 32; base < length / 4; base += kThreads) {
-        const int c = (base + lane) * 4;
-        float4 v = four(row, c, known, columns % 4 == 0);
-        if (norm != nullptr) {
-          if constexpr (T == 1) squares = add_squares(squares, v);
-          const float4 w = four(norm + first, c, min(length, columns - first), columns % 4 == 0);
-          v = make_float4(__fmul_rn(v.x, w.x), __fmul_rn(v.y, w.y), __fmul_rn(v.z, w.z), __fmul_rn(v.w, w.w));
+      const int known = t < rows ? inside : 0;
+#pragma unroll 1
+      for (int begin = warp; begin * kUnit < length; begin += kAtOnce * kWarps) {
+        float4 v[kAtOnce][2];  // all on their way before the first is waited for
+#pragma unroll
+        for (int i = 0; i < kAtOnce; i++) {
+#pragma unroll
+          for (int half = 0; half < 2; half++) v[i][half] = four(row, (begin + i * kWarps) * kUnit + half * 128 + lane * 4, known, aligned);
         }
-        if constexpr (Q::kScaled) {
-          put_digits(to, t, c, length, v);
-        } else if (c < length) {
-          put_parts(to, t, c, v);
-        }
-        if constexpr (Q::kHasShift) {
-          const float sum = lanes_total<Q::kGroup / 4>(__fadd_rn(__fadd_rn(v.x, v.y), __fadd_rn(v.z, v.w)));
-          if (c < length && c % Q::kGroup == 0) to.sums[c / Q::kGroup * kSums + 3 * t] = sum;
+#pragma unroll
+        for (int i = 0; i < kAtOnce; i++) {
+          const int unit = begin + i * kWarps;
+          if (unit * kUnit >= length) break;
+          if (norm != nullptr) {
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+              if constexpr (T == 1) squares = add_squares(squares, v[i][half]);
+              v[i][half] = times(v[i][half], four(norm + first, unit * kUnit + half * 128 + lane * 4, inside, aligned));
+            }
+          }
+          put_unit(to, t, unit, lane, length, v[i]);
         }
       }
     }
-    return squares;
   }
 
-  // acc += weights of one span times the columns staged from `column` on. With many columns the steps are a loop, over
+  // sums += weights of one span times the columns staged from `column` on. With many columns the steps are a loop, over
   // which the codes rotate through the registers: unrolled, the assembler decodes all steps early and runs out of registers.
-  static constexpr bool kRolled = T > 2 && kSteps > 1;
-  static __device__ __forceinline__ void multiply(Q& q, const Staged& x, int column, int lane, float (&acc)[kBlocksN][4]) {
-    if constexpr (kRolled) {
+  static __device__ __forceinline__ void multiply(Q q, const Staged& x, int column, int lane, Sums& sums) {
+    q.open();
+    if constexpr (!kBytes) {
+#pragma unroll
+      for (int s = 0; s < 2; s++) multiply_floats(q, s, x, column + s * 32, lane, sums);
+    } else if constexpr (kInteger) {
+      multiply_integers(q, x, column, lane, sums);
+    } else {
+#pragma unroll
+      for (int s = 0; s < 2; s++) multiply_block(q, s, x, column + s * 32, lane, sums);
+    }
+    if constexpr (kHasShift) add_shifts(q, x, column, lane & 3, sums);
+  }
+
+  static __device__ __forceinline__ uint2 digits_of(const Staged& x, int n, int first, int lane) {
+    return *reinterpret_cast<const uint2*>(x.parts + min(n * 8 + (lane >> 2), kColumns - 1) * x.pitch + first + (lane & 3) * 8);
+  }
+
+  // 32 columns with a scale of their own.
+  static __device__ __forceinline__ void multiply_block(const Q& q, int s, const Staged& x, int first, int lane, Sums& sums) {
+    u32 a[4];
+#pragma unroll
+    for (int r = 0; r < 4; r++) a[r] = q.bytes(0, s, r >> 1, r & 1);
+    float scale[2];
+#pragma unroll
+    for (int h = 0; h < 2; h++) scale[h] = __fmul_rn(q.scale(h, s), 1.0f / float(1 << Q::up(h)));
+#pragma unroll
+    for (int n = 0; n < kBlocksN; n++) {
+      const uint2 b = digits_of(x, n, first, lane);
+      int c[4];
+      mma_bytes32<Q::kSigned>(c, a, b.x, b.y, kSumBase);
+      const int part = n * 8 + (lane & 3) * 2;
+      const float unit[2] = {x.scale(first, part), x.scale(first, part + 1)};
+#pragma unroll
+      for (int i = 0; i < 4; i++) sums.acc[n][i] = __fmaf_rn(__fmul_rn(scale[i >> 1], unit[i & 1]), sum_value(c[i]), sums.acc[n][i]);
+    }
+  }
+
+  // A super-block: all of it in integers, exactly, below 2^30.
+  static __device__ __forceinline__ void multiply_integers(Q& q, const Staged& x, int column, int lane, Sums& sums) {
+    int total[kBlocksN][4] = {};
+    if constexpr (T > 2) {
 #pragma unroll 1
       for (int step = 0; step < kSteps; step++) {
-        multiply_step(q, 0, step, x, column, lane, acc);
+        multiply_step(q, 0, x, column + step * kStepColumns, lane, total);
         q.rotate();
       }
     } else {
 #pragma unroll
-      for (int step = 0; step < kSteps; step++) multiply_step(q, step, step, x, column, lane, acc);
+      for (int step = 0; step < kSteps; step++) multiply_step(q, step, x, column + step * kStepColumns, lane, total);
     }
-  }
-
-  // codes_at: where the codes of the step are.
-  static __device__ __forceinline__ void multiply_step(
-      const Q& q, int codes_at, int step, const Staged& x, int column, int lane, float (&acc)[kBlocksN][4]) {
-#pragma unroll
-    for (int s = 0; s < 2; s++) {  // 32 columns each
-      const int first = column + (step * 2 + s) * 32;
-      if constexpr (Q::kScaled) {
-        multiply_codes(q, codes_at, step, s, x, first, lane, acc);
-      } else {
-        multiply_floats(q, s, x, first, lane, acc);
-      }
-    }
-  }
-
-  static __device__ __forceinline__ void multiply_codes(
-      const Q& q, int codes_at, int step, int s, const Staged& x, int first, int lane, float (&acc)[kBlocksN][4]) {
-    constexpr int kRuns = 32 / Q::kGroup;  // scales of 32 columns
-    const int g = lane >> 2, t = lane & 3;
-    u32 a[4];
-#pragma unroll
-    for (int r = 0; r < 4; r++) a[r] = q.bytes(codes_at, s, r >> 1, r & 1);
-    float scale[2][kRuns], shift[2][kRuns];
-#pragma unroll
-    for (int i = 0; i < 2 * kRuns; i++) {
-      const int h = i & 1, m = i >> 1;
-      scale[h][m] = q.scale(h, step, s, m);
-      if constexpr (Q::kHasShift) shift[h][m] = q.shift(h, step, s, m);
-    }
+    const float d[2] = {__fmul_rn(q.d(0), 1.0f / float(1 << Q::up(0))), __fmul_rn(q.d(1), 1.0f / float(1 << Q::up(1)))};
 #pragma unroll
     for (int n = 0; n < kBlocksN; n++) {
-      uint2 b = make_uint2(0, 0);
-      if (n * 8 + g < kColumns) b = *reinterpret_cast<const uint2*>(x.parts + (n * 8 + g) * x.pitch + first + t * 8);
-      int c[kRuns][4];
+      const int part = n * 8 + (lane & 3) * 2;
+      const float unit[2] = {x.scale(column, part), x.scale(column, part + 1)};
 #pragma unroll
-      for (int i = 0; i < 4 * kRuns; i++) c[i / 4][i % 4] = kSumBase;
-      if constexpr (kRuns == 1) {
-        mma_bytes32(c[0], a, b.x, b.y);
-      } else {
-        mma_bytes16(c[0], a, b.x);
-        mma_bytes16(c[1], a + 2, b.y);
-      }
-      const float2 digit = *reinterpret_cast<const float2*>(x.scales + first / 32 * kSums + n * 8 + t * 2);
+      for (int i = 0; i < 4; i++) sums.acc[n][i] = __fmaf_rn(__fmul_rn(d[i >> 1], unit[i & 1]), __int2float_rn(total[n][i]), sums.acc[n][i]);
+    }
+  }
+
+  static __device__ __forceinline__ void multiply_step(const Q& q, int step, const Staged& x, int first, int lane, int (&total)[kBlocksN][4]) {
 #pragma unroll
-      for (int m = 0; m < kRuns; m++) {
+    for (int s = 0; s < 2; s++) {
+      u32 a[4];
 #pragma unroll
-        for (int i = 0; i < 4; i++) {  // columns 2t + (i & 1) of rows g + 8 (i >> 1)
-          acc[n][i] = __fmaf_rn(scale[i >> 1][m], __fmul_rn(sum_value(c[m][i]), i & 1 ? digit.y : digit.x), acc[n][i]);
-        }
-        if constexpr (Q::kHasShift) {
-          const float2 sum = *reinterpret_cast<const float2*>(x.sums + (first / Q::kGroup + m) * kSums + n * 8 + t * 2);
+      for (int r = 0; r < 4; r++) a[r] = q.bytes(step, s, r >> 1, r & 1);
 #pragma unroll
-          for (int i = 0; i < 4; i++) acc[n][i] = __fmaf_rn(shift[i >> 1][m], i & 1 ? sum.y : sum.x, acc[n][i]);
+      for (int n = 0; n < kBlocksN; n++) {
+        const uint2 b = digits_of(x, n, first + s * 32, lane);
+        int c[4];
+        if constexpr (kGroup == 32) {
+          mma_bytes32<Q::kSigned>(c, a, b.x, b.y, 0);
+#pragma unroll
+          for (int i = 0; i < 4; i++) total[n][i] += c[i] * q.group_scale(step, s, 0, i >> 1);
+        } else {
+#pragma unroll
+          for (int m = 0; m < 2; m++) {
+            mma_bytes16<Q::kSigned>(c, a[2 * m], a[2 * m + 1], m ? b.y : b.x, 0);
+#pragma unroll
+            for (int i = 0; i < 4; i++) total[n][i] += c[i] * q.group_scale(step, s, m, i >> 1);
+          }
         }
       }
     }
   }
 
-  static __device__ __forceinline__ void multiply_floats(const Q& q, int s, const Staged& x, int first, int lane, float (&acc)[kBlocksN][4]) {
+  // Shift times sum of x: lane t of a row has the groups t, t + 4, ...
+  static __device__ __forceinline__ void add_shifts(const Q& q, const Staged& x, int column, int t, Sums& sums) {
+    constexpr int kGroups = Q::kSpan / kGroup;
+#pragma unroll
+    for (int k = 0; k < kGroups; k += 4) {
+      if (kGroups < 4 && t >= kGroups) break;
+      const float shift[2] = {q.shift(0, k + t), q.shift(1, k + t)};
+#pragma unroll
+      for (int token = 0; token < T; token++) {
+        const float sum = x.sums[(column / kGroup + k + t) * T + token];
+#pragma unroll
+        for (int h = 0; h < 2; h++) sums.shift[token][h] = __fmaf_rn(shift[h], sum, sums.shift[token][h]);
+      }
+    }
+  }
+
+  static __device__ __forceinline__ void multiply_floats(const Q& q, int s, const Staged& x, int first, int lane, Sums& sums) {
     const int g = lane >> 2, t = lane & 3;
-    u32 a[Q::kParts][8];
+    u32 a[2][Q::kParts][4];
 #pragma unroll
-    for (int part = 0; part < Q::kParts; part++) {
+    for (int m = 0; m < 2; m++) {
 #pragma unroll
-      for (int r = 0; r < 8; r++) a[part][r] = q.fragment(0, s * 8 + r, part);
+      for (int part = 0; part < Q::kParts; part++) {
+#pragma unroll
+        for (int r = 0; r < 4; r++) a[m][part][r] = q.pairs(s, m, r & 1, r >> 1, part);
+      }
     }
 #pragma unroll
     for (int n = 0; n < kBlocksN; n++) {
-      uint4 b = make_uint4(0, 0, 0, 0);
-      if (n * 8 + g < kColumns) b = *reinterpret_cast<const uint4*>(x.parts + (n * 8 + g) * x.pitch + (first + t * 8) * 2);
+      const uint4 b = *reinterpret_cast<const uint4*>(x.parts + min(n * 8 + g, kColumns - 1) * x.pitch + (first + t * 8) * 2);
       float c[4] = {};
 #pragma unroll
       for (int part = Q::kParts - 1; part >= 0; part--) {
-        mma_bf16(c, a[part], b.x, b.y);
-        mma_bf16(c, a[part] + 4, b.z, b.w);
+        if constexpr (Q::kKind == Kind::kHalves) {
+          mma_half(c, a[0][part], b.x, b.y);
+          mma_half(c, a[1][part], b.z, b.w);
+        } else {
+          mma_bf16(c, a[0][part], b.x, b.y);
+          mma_bf16(c, a[1][part], b.z, b.w);
+        }
       }
 #pragma unroll
-      for (int i = 0; i < 4; i++) acc[n][i] = __fadd_rn(acc[n][i], c[i]);
+      for (int i = 0; i < 4; i++) {
+        if constexpr (kScaledX) {
+          sums.acc[n][i] = __fmaf_rn(x.scale(first, n * 8 + t * 2 + (i & 1)), c[i], sums.acc[n][i]);
+        } else {
+          sums.acc[n][i] = __fadd_rn(sums.acc[n][i], c[i]);
+        }
+      }
     }
+  }
+
+  // The sum for one row of x, of row g + 8 h, in all lanes of g.
+  static __device__ __forceinline__ float collect(const Sums& sums, int token, int h, int lane) {
+    float part[3];
+#pragma unroll
+    for (int p = 0; p < 3; p++) {
+      const int column = 3 * token + p;
+      part[p] = __shfl_sync(kAllLanes, sums.acc[column / 8][h * 2 + column % 2], (lane & 28) + column % 8 / 2);
+    }
+    constexpr float kPart = kBytes ? 1.0f / 256 : 1.0f;
+    const float value = __fmaf_rn(__fmaf_rn(part[2], kPart, part[1]), kPart, part[0]);
+    if constexpr (kHasShift) return __fadd_rn(value, lanes_sum<4>(sums.shift[token][h]));
+    return value;
   }
 };
 
 // Blocks of one multiprocessor: two, except where 128 registers a thread do not hold codes and accumulators.
 template <int TYPE, int T>
-constexpr int kMinBlocks = T == 16 || (TYPE == Q6_K && T >= 4) || (TYPE == Q3_K && T >= 2) ? 1 : 2;
-
-// A row's sum of squares has one order: within as many columns as are staged at one row, a thread takes quads thread, thread + 256, ...; the warp's sum is added to what
-// the warp has of earlier columns; last come the warps' sums in their order. At T = 1 that is how x is staged.
-template <int TYPE>
-constexpr int kSquareColumns = Quant<TYPE>::kScaled ? 12288 : 8192;
-
-__device__ __forceinline__ void add_to_warp(float squares, float (&warp_squares)[kWarps]) {
-  squares = warp_sum(squares);
-  if (threadIdx.x % 32 == 0) warp_squares[threadIdx.x / 32] = __fadd_rn(warp_squares[threadIdx.x / 32], squares);
-}
+constexpr int kMinBlocks = T == 16 || (T == 8 && (Quant<TYPE>::kSpan == 256 || Quant<TYPE>::kKind != Kind::kBytes)) || (T == 4 && TYPE == F32) ? 1 : 2;
 
 __device__ __forceinline__ float factor_of_row(const float (&warp_squares)[kWarps], int K, float eps) {
   float sum = warp_squares[0];
@@ -311,97 +426,95 @@ __global__ void __launch_bounds__(kThreads, (kMinBlocks<TYPE, T>)) linear_rows(
     int rows, int N, int K, int ldy, int k_tile, float eps, int activation, int paired, int add) {
   using P = Product<TYPE, T>;
   using Q = Quant<TYPE>;
-  constexpr int kGroupN = P::kBlocksN < 2 ? P::kBlocksN : 2;  // blocks of columns reduced over the warps at a time
   extern __shared__ __align__(16) u8 dynamic[];
-  __shared__ float warp_sums[kWarps][kTileRows][kGroupN * 8 + 1];
-  __shared__ float totals[kTileRows][P::kSums + 1];
+  __shared__ float warp_sums[2][kWarps][T][kTileRows];  // by turns, so that a tile needs one barrier
   __shared__ float row_factor[T], warp_squares[kWarps], gates[T][kTileRows];
   const typename P::Staged staged(dynamic, k_tile);
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const int spans = (K + Q::kSpan - 1) / Q::kSpan, staged_spans = k_tile / Q::kSpan, tiles = (N + kTileRows - 1) / kTileRows;
   const int first_tile = paired ? 2 * blockIdx.x : blockIdx.x;
-  const Planes planes{p0, p1, p2, p3};
+  const Planes planes{{p0, p1, p2, p3}};
   let_next_begin();
 
   Q weights[kDepth];
 #pragma unroll
   for (int d = 0; d < kDepth; d++) {
     const int span = warp + d * kWarps;
-    if (span < spans && first_tile < tiles) weights[d].load(planes, i64(first_tile) * spans + span, lane);
+    if (span < spans && first_tile < tiles) weights[d].load(planes, u32(first_tile) * spans + span, lane);
   }
-  P::clear(staged, k_tile);
-  if (threadIdx.x < kWarps) warp_squares[threadIdx.x] = 0.0f;
-  __syncthreads();
   wait_for_previous();
 
+  // A row's sum of squares has one order: warp w has the units w, w + 8, ... in ascending order; the warps' sums are added in theirs. At T = 1
+  // it is taken while x is staged.
   if constexpr (T > 1) {
     if (norm != nullptr) {
 #pragma unroll 1
       for (int token = 0; token < rows; token++) {
         const float* row = x + i64(token) * K;
-#pragma unroll 1
-        for (int first = 0; first < K; first += kSquareColumns<TYPE>) {
-          float squares = 0.0f;
-          for (int base = warp * 32; base < kSquareColumns<TYPE> / 4 && first + base * 4 < K; base += kThreads)
-            squares = add_squares(squares, four(row + first, (base + lane) * 4, K - first, K % 4 == 0));
-          add_to_warp(squares, warp_squares);
+        float squares = 0.0f;
+        for (int first = warp * kUnit; first < K; first += kWarps * kUnit) {
+          const int c = first + lane * 4;
+          squares = add_squares(add_squares(squares, four(row, c, K, K % 4 == 0)), four(row, c + 128, K, K % 4 == 0));
         }
+        squares = warp_sum(squares);
+        if (lane == 0) warp_squares[warp] = squares;
         __syncthreads();
         if (threadIdx.x == 0) row_factor[token] = factor_of_row(warp_squares, K, eps);
-        __syncthreads();
-        if (threadIdx.x < kWarps) warp_squares[threadIdx.x] = 0.0f;
         __syncthreads();
       }
     }
   }
 
-  for (int tile = first_tile; tile < tiles; tile = following_tile(tile, paired)) {
-    float acc[P::kBlocksN][4] = {};
-    int next = warp;  // the span of weights[0]
+  int turn = 0;
+  for (int tile = first_tile; tile < tiles; tile = following_tile(tile, paired), turn ^= 1) {
+    typename P::Sums sums = {};
     const bool summing = T == 1 && norm != nullptr && tile == first_tile;
+    float squares = 0.0f;
+    int next = warp;  // the span of weights[0]
     for (int first = 0; first < spans; first += staged_spans) {
       const int end = min(spans, first + staged_spans);
       if (tile == first_tile || staged_spans < spans) {
-        __syncthreads();
-        const float squares = P::stage(x, norm, rows, K, first * Q::kSpan, (end - first) * Q::kSpan, staged);
-        if (summing) add_to_warp(squares, warp_squares);
+        if (staged_spans < spans) __syncthreads();
+        P::stage(x, norm, rows, K, first * Q::kSpan, (end - first) * Q::kSpan, staged, squares);
+        if (summing && end == spans) {
+          squares = warp_sum(squares);
+          if (lane == 0) warp_squares[warp] = squares;
+        }
         __syncthreads();
       }
       for (; next < end; next += kDepth * kWarps) {
+        // One wait for all the loads of the round. Loads that are in flight at a time share a counter: a wait at a span's own place would be one
+        // for the loads issued just before it too, behind the span before.
+#pragma unroll
+        for (int d = 0; d < kDepth; d++) weights[d].arrive();
+        // The next round: of this tile, or the first one of the block's next tile.
+        const bool last = next + kDepth * kWarps >= spans;
+        const int ahead_tile = last ? following_tile(tile, paired) : tile, ahead = last ? warp : next + kDepth * kWarps;
+        const int known = ahead_tile < tiles ? spans - ahead : 0;
+        const u32 number = u32(ahead_tile) * spans + ahead;
 #pragma unroll
         for (int d = 0; d < kDepth; d++) {
-          const int span = next + d * kWarps;
-          if (span < end) P::multiply(weights[d], staged, (span - first) * Q::kSpan, lane, acc);
-          // The same slot's next span: of this tile, or the first one of the block's next tile.
-          const bool last = next + kDepth * kWarps >= spans;
-          const int ahead = last ? warp + d * kWarps : span + kDepth * kWarps;
-          const int ahead_tile = last ? following_tile(tile, paired) : tile;
-          if (ahead < spans && ahead_tile < tiles) weights[d].load(planes, i64(ahead_tile) * spans + ahead, lane);
+          if (next + d * kWarps < end) P::multiply(weights[d], staged, (next + d * kWarps - first) * Q::kSpan, lane, sums);
+          if (d * kWarps < known) weights[d].load(planes, number + d * kWarps, lane);
         }
       }
     }
-    if (summing && threadIdx.x == 0) row_factor[0] = factor_of_row(warp_squares, K, eps);  // read behind the next barriers
+    if (summing && threadIdx.x == 0) row_factor[0] = factor_of_row(warp_squares, K, eps);  // read behind the next barrier
 
 #pragma unroll
-    for (int n0 = 0; n0 < P::kBlocksN; n0 += kGroupN) {
+    for (int token = 0; token < T; token++) {
 #pragma unroll
-      for (int n = n0; n < n0 + kGroupN && n < P::kBlocksN; n++) {
-#pragma unroll
-        for (int i = 0; i < 4; i++) warp_sums[warp][g + (i >> 1) * 8][(n - n0) * 8 + t * 2 + (i & 1)] = acc[n][i];
+      for (int h = 0; h < 2; h++) {
+        const float value = P::collect(sums, token, h, lane);
+        if ((lane & 3) == (token & 3)) warp_sums[turn][warp][token][(lane >> 2) + 8 * h] = value;
       }
-      __syncthreads();
-      const int row = threadIdx.x % kTileRows, column = threadIdx.x / kTileRows;
-      if (column < kGroupN * 8 && n0 * 8 + column < P::kSums) {
-        float sum = warp_sums[0][row][column];
-#pragma unroll
-        for (int w = 1; w < kWarps; w++) sum = __fadd_rn(sum, warp_sums[w][row][column]);
-        totals[row][n0 * 8 + column] = sum;
-      }
-      __syncthreads();
     }
+    __syncthreads();
     const int row = threadIdx.x % kTileRows, token = threadIdx.x / kTileRows;
     if (token < T && token < rows && tile * kTileRows + row < N) {
-      float value = __fadd_rn(__fadd_rn(totals[row][3 * token + 2], totals[row][3 * token + 1]), totals[row][3 * token]);
+      float value = warp_sums[turn][0][token][row];
+#pragma unroll
+      for (int w = 1; w < kWarps; w++) value = __fadd_rn(value, warp_sums[turn][w][token][row]);
       if (norm != nullptr) value = __fmul_rn(value, row_factor[token]);
       if (bias != nullptr) value = __fadd_rn(value, bias[tile * kTileRows + row]);
       if (paired && tile % 2 == 0) {

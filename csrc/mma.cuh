@@ -49,7 +49,7 @@ __device__ __forceinline__ u32 transpose_matrix(u32 x) {
   return r;
 }
 
-// 16 bytes that are read once. Volatile, unlike load16: the compiler must leave it in its place.
+// 16 bytes that are read once. Volatile: the compiler must leave it in its place.
 __device__ __forceinline__ uint4 load16_in_order(const void* address) {
   uint4 v;
   asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(address));

@@ -17,18 +17,3 @@ __device__ __forceinline__ float softmax_lse(float m, float l) { return l == 0.0
 
 // 1 / l for a row that saw a cell, 0 (not NaN) for one that saw none.
 __device__ __forceinline__ float softmax_norm(float l) { return l == 0.0f ? 0.0f : 1.0f / l; }
-
-// Butterflies over kLanes neighbouring lanes: fixed order, equal bits in every lane.
-template <int kLanes>
-__device__ __forceinline__ float lanes_max(float value) {
-#pragma unroll
-  for (int step = 1; step < kLanes; step *= 2) value = fmaxf(value, __shfl_xor_sync(kAllLanes, value, step));
-  return value;
-}
-
-template <int kLanes>
-__device__ __forceinline__ float lanes_sum(float value) {
-#pragma unroll
-  for (int step = 1; step < kLanes; step *= 2) value += __shfl_xor_sync(kAllLanes, value, step);
-  return value;
-}

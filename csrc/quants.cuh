@@ -1,18 +1,21 @@
-// Quantised weights in their device form (rollkv/quants.py describes it): loading a lane's share of a span, and the weights in it.
+// Quantised weights in their device form (rollkv/quants.py describes it): a lane's share of a span, and the weights in it.
 //
 // Quant<TYPE> holds, in registers, what one lane of a warp needs of one span (64 or 256 columns) of one tile of 16 rows. Lane (g, t) =
-// g * 4 + t. In every step of 64 columns, register r = ((s * 2 + m) * 2 + j) * 2 + h and half e of it stand for column
-// 32 s + 16 m + 4 t + 2 j + e of row g + 8 h: the A operand of mma.m16n8k16, four registers (m) after four.
+// g * 4 + t has, in every step of 64 columns, the quads (s, m, h): columns 32 s + 16 m + 4 t + i, i = 0 to 3, of row g + 8 h. That is the A
+// operand of mma.m16n8k32 over bytes, a quad a register, and of two m16n8k16 over 16 bits, whose k order is permuted alike in A and B.
 // Common to all types:
-//   kSpan       columns of a span            kGroup    neighbouring columns that share a scale
-//   kScaled     weight = scale * code (+ shift), rounded as the oracle rounds; else a floating-point number
-//   kHasShift   there is a shift
-//   kZero       what the codes of `bytes` are less by, and the levels with them; 0 where there is a shift
-//   kScaled:    bytes(step, s, m, h), four codes as signed bytes: columns 4 t + 0, 2, 1, 3 of 32 s + 16 m, row g + 8 h: the A operand of
-//               mma.m16n8k32 over bytes, its k order permuted so that it takes least work to make
-//   else:       kParts bf16 numbers whose sum is the weight, exactly: fragment(step, register, part)
-// Registers and the step of codes are compile-time constants after unrolling, so nothing leaves the registers; the step of a scale need not be.
-// rotate() makes step 1's codes step 0's, step 2's step 1's, and so on.
+//   kSpan       columns of a span
+//   kKind       what is multiplied: bytes, halves, or bf16 numbers
+//   load        raw words, nothing else: they may be in flight for long; arrive() waits for them; open() takes small fields apart, before use
+// Bytes:
+//   kGroup      neighbouring columns that share a scale
+//   bytes(step, s, m, h)   a quad of codes as bytes, signed or not (kSigned), shifted left by up(h): codes are taken where they lie, and
+//               signed ones are centred by one exclusive or where their highest bit is the byte's
+//   kInteger    weight = d(h) * group_scale(step, s, m, h) * code (+ shift), the group's scale a signed byte; else scale(h, s) * code (+ shift)
+//   kHasShift   there is a shift(h, group)
+// Others:       kParts numbers of 16 bits whose sum is the weight, exactly: pairs(s, m, h, j, part) of columns 4 t + 2 j and the next
+// Steps, s, m and h are compile-time constants after unrolling, so nothing leaves the registers; t and a group need not be. rotate() makes
+// step 1's codes and scales step 0's, step 2's step 1's, and so on.
 #pragma once
 #include "common.cuh"
 
@@ -24,39 +27,49 @@ enum QuantType : int {
 
 constexpr int kTileRows = 16;
 constexpr int kStepColumns = 64;
-constexpr int kStepRegisters = 16;
+enum class Kind { kBytes, kHalves, kBf16 };
 
 // The planes of one matrix, in the order of the fields; a type uses as many as it has.
 struct Planes {
-  const u8* p0;
-  const u8* p1;
-  const u8* p2;
-  const u8* p3;
+  const u8* at[4];
 };
+
+template <int TYPE>
+struct Quant;
 
 // ---- words ------------------------------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ u32 load4(const u8* address) { return __ldg(reinterpret_cast<const u32*>(address)); }
-__device__ __forceinline__ uint2 load8(const u8* address) { return __ldg(reinterpret_cast<const uint2*>(address)); }
-
-// Four unsigned codes less kZero <= 32, as signed bytes: no byte borrows from its neighbour.
-template <int kZero>
-__device__ __forceinline__ u32 centre(u32 codes) {
-  if constexpr (kZero == 0) return codes;
-  return ((codes | 0x80808080u) - u32(kZero) * 0x01010101u) ^ 0x80808080u;
+// Weights, read once. Not by the path of constant data: the assembler would move such reads behind wait_for_previous().
+__device__ __forceinline__ u32 weights4(const u8* address) {
+  u32 v;
+  asm volatile("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(address));
+  return v;
+}
+__device__ __forceinline__ uint2 weights8(const u8* address) {
+  uint2 v;
+  asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(address));
+  return v;
+}
+__device__ __forceinline__ uint4 weights16(const u8* address) {
+  uint4 v;
+  asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(address));
+  return v;
 }
 
 __device__ __forceinline__ u32 shifted(u32 word, int down) { return down >= 0 ? word >> down : word << -down; }
 
-// 0 .. 2^23 - 1 as float, through the mantissa of 2^23: cheaper than a conversion.
-__device__ __forceinline__ float small_int(u32 value, float minus = 0.0f) {
-  return __fsub_rn(__uint_as_float(value | 0x4b000000u), 8388608.0f + minus);
+__device__ __forceinline__ float byte_value(u32 word, int index) {  // through the mantissa of 2^23: cheaper than a conversion
+  return __fsub_rn(__uint_as_float(__byte_perm(word, 0x4b000000u, 0x7440 | index)), 8388608.0f);
 }
-__device__ __forceinline__ float byte_value(u32 word, int index, float minus = 0.0f) {
-  return __fsub_rn(__uint_as_float(__byte_perm(word, 0x4b000000u, 0x7440 | index)), 8388608.0f + minus);
-}
+__device__ __forceinline__ int signed_byte(u32 word, int index) { return int(word << (24 - 8 * index)) >> 24; }
+__device__ __forceinline__ int unsigned_byte(u32 word, int index) { return int(__byte_perm(word, 0, 0x4440 | index)); }
 __device__ __forceinline__ float low_half(u32 word) { return half_bits_to_float(u16(word)); }
 __device__ __forceinline__ float high_half(u32 word) { return half_bits_to_float(u16(word >> 16)); }
+
+// One instruction that needs `word` and leaves it as it is: gridDim.y is 1 wherever this is called, which the compiler does not know.
+__device__ __forceinline__ void touch(u32& word) { asm volatile("mul.lo.u32 %0, %0, %1;" : "+r"(word) : "r"(gridDim.y)); }
 
 // The 8 highest bits of a float's significand, and what is left of it; the sum is the float.
 __device__ __forceinline__ float bf16_part(float x) { return __uint_as_float(__float_as_uint(x) & 0xffff0000u); }
@@ -76,15 +89,21 @@ struct CodeWords {
     for (int c = 0; c < kWords / kChunk; c++) {
       const u8* at = base + c * (kChunk * 128);
       if constexpr (kChunk == 4) {
-        const uint4 v = load16(at);
+        const uint4 v = weights16(at);
         w[4 * c] = v.x, w[4 * c + 1] = v.y, w[4 * c + 2] = v.z, w[4 * c + 3] = v.w;
       } else if constexpr (kChunk == 2) {
-        const uint2 v = load8(at);
+        const uint2 v = weights8(at);
         w[0] = v.x, w[1] = v.y;
       } else {
-        w[0] = load4(at);
+        w[0] = weights4(at);
       }
     }
+  }
+
+  // See Quant::arrive.
+  __device__ __forceinline__ void arrive() {
+#pragma unroll
+    for (int c = 0; c < kWords; c += kChunk) touch(w[c]);
   }
 
   // Brings the next step's words to the place of the first's.
@@ -93,88 +112,52 @@ struct CodeWords {
     for (int i = 0; i + kBits < kWords; i++) w[i] = w[i + kBits];
   }
 
-  // Four codes, a byte each, shifted left by kUp: both j and both e of (s, m, h), in the order (j, e) = 00 10 01 11.
-  template <int kUp = 0>
-  __device__ __forceinline__ u32 bytes(int step, int s, int m, int h) const {
-    constexpr u32 kMask = ((1u << kBits) - 1) << kUp;
-    if constexpr (kBits == 8) {
-      const int at = step * 8 + (s * 2 + m) * 2;
-      return __byte_perm(w[at], w[at + 1], h ? 0x7351 : 0x6240);
-    } else if constexpr (kBits == 4) {
-      return shifted(w[step * 4 + s * 2 + m], 4 * h - kUp) & (kMask * 0x01010101u);
-    } else {
-      // A byte of each half holds both j: copied, its codes for j = 0 are taken from the even bytes, for j = 1 from the odd ones.
-      const int byte = kBits == 2 ? m : s, first = kBits == 2 ? 2 * h : 4 * m + h, second = first + 2 * kBits;
-      const u32 both = __byte_perm(w[step * kBits + (kBits == 2 ? s : 0)], 0, byte * 0x0011 | (byte + 2) * 0x1100);
-      return (shifted(both, first - kUp) & (kMask * 0x00010001u)) | (shifted(both, second - kUp) & (kMask * 0x01000100u));
-    }
-  }
-
-  // The codes of both halves of a register, shifted left by kUp.
-  template <int kUp = 0>
-  __device__ __forceinline__ u32 pair(int step, int reg) const {
-    if constexpr (kBits == 16) {
-      return w[step * 16 + reg];
-    } else {
-      constexpr int kPerWord = 16 / kBits;
-      constexpr u32 kMask = ((1u << kBits) - 1) * 0x10001u << kUp;
-      const u32 word = w[step * kBits + reg / kPerWord];
-      const int down = reg % kPerWord * kBits - kUp;
-      return (down >= 0 ? word >> down : word << -down) & kMask;
-    }
+  // A quad of codes of up to 8 bits, a byte each, shifted left by `up`.
+  __device__ __forceinline__ u32 quad(int step, int s, int m, int h, int up) const {
+    const int number = (s * 2 + m) * 2 + h, per_word = 8 / kBits;
+    return shifted(w[step * kBits + number / per_word], number % per_word * kBits - up) & ((((1u << kBits) - 1) * 0x01010101u) << up);
   }
 };
 
-__device__ __forceinline__ int half_row(int reg) { return reg & 1; }          // h
-__device__ __forceinline__ int half_group(int reg) { return reg >> 2 & 1; }   // m
-__device__ __forceinline__ int step_group(int reg) { return reg >> 3; }       // s
-__device__ __forceinline__ int register_column(int reg, int t) {              // of e = 0, within the step
-  return step_group(reg) * 32 + half_group(reg) * 16 + t * 4 + (reg >> 1 & 1) * 2;
-}
+// ---- floating point: a quad is two words ------------------------------------------------------------------------------------------
 
-template <int TYPE>
-struct Quant;
-
-// ---- floating point ---------------------------------------------------------------------------------------------------------------
-
-template <>
-struct Quant<BF16> {
-  static constexpr int kSpan = 64, kGroup = 32, kParts = 1, kZero = 0;
-  static constexpr bool kScaled = false, kHasShift = false;
+template <Kind kOne>
+struct Float16 {
+  static constexpr int kSpan = 64, kParts = 1;
+  static constexpr Kind kKind = kOne;
   CodeWords<16, 1> q;
-  __device__ __forceinline__ void load(const Planes& p, i64 span, int lane) { q.load(p.p0, span, lane); }
-  __device__ __forceinline__ u32 fragment(int step, int reg, int) const { return q.w[reg]; }
-  __device__ __forceinline__ float value(int step, int reg, int e) const { return __uint_as_float(e ? q.w[reg] & 0xffff0000u : q.w[reg] << 16); }
-};
-
-template <>
-struct Quant<F16> {
-  static constexpr int kSpan = 64, kGroup = 32, kParts = 2, kZero = 0;
-  static constexpr bool kScaled = false, kHasShift = false;
-  CodeWords<16, 1> q;
-  __device__ __forceinline__ void load(const Planes& p, i64 span, int lane) { q.load(p.p0, span, lane); }
-  __device__ __forceinline__ float value(int step, int reg, int e) const { return e ? high_half(q.w[reg]) : low_half(q.w[reg]); }
-  __device__ __forceinline__ u32 fragment(int step, int reg, int part) const {
-    const float low = value(step, reg, 0), high = value(step, reg, 1);
-    return part == 0 ? bf16_pair(low, high) : bf16_pair(bf16_rest(low), bf16_rest(high));  // 11 bits of significand: 8 and 3
+  __device__ __forceinline__ void load(const Planes& p, i64 span, int lane) { q.load(p.at[0], span, lane); }
+  __device__ __forceinline__ void arrive() { q.arrive(); }
+  __device__ __forceinline__ void open() {}
+  __device__ __forceinline__ u32 pairs(int s, int m, int h, int j, int) const { return q.w[((s * 2 + m) * 2 + h) * 2 + j]; }
+  __device__ __forceinline__ float value(int, int s, int m, int h, int i) const {
+    const u32 word = pairs(s, m, h, i >> 1, 0);
+    if constexpr (kOne == Kind::kHalves) return i & 1 ? high_half(word) : low_half(word);
+    return __uint_as_float(i & 1 ? word & 0xffff0000u : word << 16);
   }
 };
+
+template <> struct Quant<F16> : Float16<Kind::kHalves> {};
+template <> struct Quant<BF16> : Float16<Kind::kBf16> {};
 
 template <>
 struct Quant<F32> {
-  static constexpr int kSpan = 64, kGroup = 32, kParts = 3, kZero = 0;
-  static constexpr bool kScaled = false, kHasShift = false;
+  static constexpr int kSpan = 64, kParts = 3;
+  static constexpr Kind kKind = Kind::kBf16;
   CodeWords<16, 1> high, low;  // the upper and the lower 16 bits
   __device__ __forceinline__ void load(const Planes& p, i64 span, int lane) {
-    high.load(p.p0, span, lane);
-    low.load(p.p1, span, lane);
+    high.load(p.at[0], span, lane);
+    low.load(p.at[1], span, lane);
   }
-  __device__ __forceinline__ float value(int step, int reg, int e) const {
-    return __uint_as_float(__byte_perm(low.w[reg], high.w[reg], e ? 0x7632 : 0x5410));
+  __device__ __forceinline__ void arrive() { high.arrive(), low.arrive(); }
+  __device__ __forceinline__ void open() {}
+  __device__ __forceinline__ float value(int, int s, int m, int h, int i) const {
+    const int word = ((s * 2 + m) * 2 + h) * 2 + (i >> 1);
+    return __uint_as_float(__byte_perm(low.w[word], high.w[word], i & 1 ? 0x7632 : 0x5410));
   }
-  __device__ __forceinline__ u32 fragment(int step, int reg, int part) const {
-    if (part == 0) return high.w[reg];
-    const float a = bf16_rest(value(step, reg, 0)), b = bf16_rest(value(step, reg, 1));
+  __device__ __forceinline__ u32 pairs(int s, int m, int h, int j, int part) const {
+    if (part == 0) return high.w[((s * 2 + m) * 2 + h) * 2 + j];
+    const float a = bf16_rest(value(0, s, m, h, 2 * j)), b = bf16_rest(value(0, s, m, h, 2 * j + 1));
     return part == 1 ? bf16_pair(a, b) : bf16_pair(bf16_rest(a), bf16_rest(b));
   }
 };
@@ -184,7 +167,8 @@ struct Quant<F32> {
 struct BlockScale {  // d
   static constexpr bool kHasShift = false;
   uint2 d;  // rows g and g + 8: halves are s = 0 and 1
-  __device__ __forceinline__ void load(const u8* plane, i64 span, int lane) { d = load8(plane + span * 64 + (lane >> 2) * 8); }
+  __device__ __forceinline__ void load(const u8* plane, i64 span, int lane) { d = weights8(plane + span * 64 + (lane >> 2) * 8); }
+  __device__ __forceinline__ void arrive() { touch(d.x); }
   __device__ __forceinline__ float scale(int h, int s) const {
     const u32 word = h ? d.y : d.x;
     return s ? high_half(word) : low_half(word);
@@ -194,59 +178,81 @@ struct BlockScale {  // d
 struct BlockScaleShift {  // d, m
   static constexpr bool kHasShift = true;
   uint4 dm;  // (row g, s = 0), (g, 1), (g + 8, 0), (g + 8, 1)
-  __device__ __forceinline__ void load(const u8* plane, i64 span, int lane) {
-    dm = __ldg(reinterpret_cast<const uint4*>(plane + span * 128 + (lane >> 2) * 16));
-  }
+  __device__ __forceinline__ void load(const u8* plane, i64 span, int lane) { dm = weights16(plane + span * 128 + (lane >> 2) * 16); }
+  __device__ __forceinline__ void arrive() { touch(dm.x); }
   __device__ __forceinline__ u32 word(int h, int s) const { return h ? (s ? dm.w : dm.z) : (s ? dm.y : dm.x); }
   __device__ __forceinline__ float scale(int h, int s) const { return low_half(word(h, s)); }
-  __device__ __forceinline__ float shift(int h, int s) const { return high_half(word(h, s)); }
+  __device__ __forceinline__ float shift(int h, int group) const { return high_half(word(h, group)); }
 };
 
 template <>
 struct Quant<Q8_0> : BlockScale {
-  static constexpr int kSpan = 64, kGroup = 32, kZero = 0;
-  static constexpr bool kScaled = true;
+  static constexpr int kSpan = 64, kGroup = 32;
+  static constexpr Kind kKind = Kind::kBytes;
+  static constexpr bool kInteger = false, kSigned = true;
   CodeWords<8, 1> q;
   __device__ __forceinline__ void load(const Planes& p, i64 span, int lane) {
-    q.load(p.p0, span, lane);
-    BlockScale::load(p.p1, span, lane);
+    q.load(p.at[0], span, lane);
+    BlockScale::load(p.at[1], span, lane);
   }
-  __device__ __forceinline__ u32 bytes(int step, int s, int m, int h) const { return q.bytes(step, s, m, h); }
-  __device__ __forceinline__ float level(int step, int reg, int e) const { return float(static_cast<signed char>(q.pair(step, reg) >> (16 * e))); }
-  __device__ __forceinline__ float scale(int h, int step, int s, int m) const { return BlockScale::scale(h, s); }
+  __device__ __forceinline__ void arrive() {
+    q.arrive();
+    BlockScale::arrive();
+  }
+  __device__ __forceinline__ void open() {}
+  static __device__ __forceinline__ constexpr int up(int) { return 0; }
+  __device__ __forceinline__ u32 bytes(int step, int s, int m, int h) const { return q.quad(step, s, m, h, 0); }
 };
 
 // 4-bit codes, and 5-bit ones whose fifth bit has a plane of its own.
-template <int kZeroCode, bool kFifthBit, typename Scales>
-struct Block4 : Scales {
-  static constexpr int kSpan = 64, kGroup = 32, kZero = kZeroCode;
-  static constexpr bool kScaled = true;
-  CodeWords<4, 1> q;
-  CodeWords<1, 1> fifth;
+template <int kSteps, bool kFifthBit, bool kCentred>
+struct Codes45 {
+  CodeWords<4, kSteps> q;
+  CodeWords<1, kSteps> fifth;
   __device__ __forceinline__ void load(const Planes& p, i64 span, int lane) {
-    q.load(p.p0, span, lane);
-    if constexpr (kFifthBit) fifth.load(p.p1, span, lane);
-    Scales::load(kFifthBit ? p.p2 : p.p1, span, lane);
+    q.load(p.at[0], span, lane);
+    if constexpr (kFifthBit) fifth.load(p.at[1], span, lane);
   }
-  __device__ __forceinline__ u32 pair(int step, int reg) const {
-    if constexpr (kFifthBit) return q.pair(step, reg) | fifth.template pair<4>(step, reg);
-    return q.pair(step, reg);
+  __device__ __forceinline__ void arrive() {
+    q.arrive();
+    if constexpr (kFifthBit) fifth.arrive();
   }
+  __device__ __forceinline__ void rotate() {
+    q.rotate();
+    if constexpr (kFifthBit) fifth.rotate();
+  }
+  static __device__ __forceinline__ constexpr int up(int h) { return kCentred ? (kFifthBit ? 3 : 4) : (kFifthBit ? 0 : 4 * h); }
   __device__ __forceinline__ u32 bytes(int step, int s, int m, int h) const {
-    if constexpr (kFifthBit) return centre<kZero>(q.bytes(step, s, m, h) | fifth.template bytes<4>(step, s, m, h));
-    return centre<kZero>(q.bytes(step, s, m, h));
+    u32 codes = q.quad(step, s, m, h, up(h));
+    if constexpr (kFifthBit) codes |= fifth.quad(step, s, m, h, up(h) + 4);
+    return kCentred ? codes ^ 0x80808080u : codes;
   }
-  __device__ __forceinline__ float level(int step, int reg, int e) const {
-    return small_int(pair(step, reg) >> (16 * e) & 31, kZero);
-  }
-  __device__ __forceinline__ float scale(int h, int step, int s, int m) const { return Scales::scale(h, s); }
-  __device__ __forceinline__ float shift(int h, int step, int s, int m) const { return Scales::shift(h, s); }
 };
 
-template <> struct Quant<Q4_0> : Block4<8, false, BlockScale> {};
-template <> struct Quant<Q4_1> : Block4<0, false, BlockScaleShift> {};
-template <> struct Quant<Q5_0> : Block4<16, true, BlockScale> {};
-template <> struct Quant<Q5_1> : Block4<0, true, BlockScaleShift> {};
+template <bool kCentred, bool kFifthBit, typename Scales>
+struct Block45 : Scales {
+  using Codes = Codes45<1, kFifthBit, kCentred>;
+  static constexpr int kSpan = 64, kGroup = 32;
+  static constexpr Kind kKind = Kind::kBytes;
+  static constexpr bool kInteger = false, kSigned = kCentred;
+  Codes codes;
+  __device__ __forceinline__ void load(const Planes& p, i64 span, int lane) {
+    codes.load(p, span, lane);
+    Scales::load(p.at[kFifthBit ? 2 : 1], span, lane);
+  }
+  __device__ __forceinline__ void arrive() {
+    codes.arrive();
+    Scales::arrive();
+  }
+  __device__ __forceinline__ void open() {}
+  static __device__ __forceinline__ constexpr int up(int h) { return Codes::up(h); }
+  __device__ __forceinline__ u32 bytes(int step, int s, int m, int h) const { return codes.bytes(step, s, m, h); }
+};
+
+template <> struct Quant<Q4_0> : Block45<true, false, BlockScale> {};
+template <> struct Quant<Q4_1> : Block45<false, false, BlockScaleShift> {};
+template <> struct Quant<Q5_0> : Block45<true, true, BlockScale> {};
+template <> struct Quant<Q5_1> : Block45<false, true, BlockScaleShift> {};
 
 // ---- 4-bit codes of a table of 16 levels ------------------------------------------------------------------------------------------
 
@@ -261,13 +267,8 @@ __device__ __forceinline__ u32 table_levels(u32 nibbles) {
 
 template <int kSteps>
 struct TableCodes : CodeWords<4, kSteps> {
-  // Signed bytes of both halves of a register, upper bits zero.
-  __device__ __forceinline__ u32 levels(int step, int reg) const {
-    const u32 word = this->w[step * 4 + reg / 4];
-    return __byte_perm(table_levels(word & 0xffff), table_levels(word >> 16), reg % 4 | (4 + reg % 4) << 8) & 0x00ff00ffu;
-  }
-  // As CodeWords::bytes.
-  __device__ __forceinline__ u32 level_bytes(int step, int s, int m, int h) const {
+  static __device__ __forceinline__ constexpr int up(int) { return 0; }
+  __device__ __forceinline__ u32 bytes(int step, int s, int m, int h) const {
     const u32 word = this->w[step * 4 + s * 2 + m];
     return __byte_perm(table_levels(word & 0xffff), table_levels(word >> 16), h ? 0x7531 : 0x6420);
   }
@@ -275,198 +276,285 @@ struct TableCodes : CodeWords<4, kSteps> {
 
 template <>
 struct Quant<IQ4_NL> : BlockScale {
-  static constexpr int kSpan = 64, kGroup = 32, kZero = 0;
-  static constexpr bool kScaled = true;
+  static constexpr int kSpan = 64, kGroup = 32;
+  static constexpr Kind kKind = Kind::kBytes;
+  static constexpr bool kInteger = false, kSigned = true;
   TableCodes<1> q;
   __device__ __forceinline__ void load(const Planes& p, i64 span, int lane) {
-    q.load(p.p0, span, lane);
-    BlockScale::load(p.p1, span, lane);
+    q.load(p.at[0], span, lane);
+    BlockScale::load(p.at[1], span, lane);
   }
-  __device__ __forceinline__ u32 bytes(int step, int s, int m, int h) const { return q.level_bytes(step, s, m, h); }
-  __device__ __forceinline__ float level(int step, int reg, int e) const { return float(static_cast<signed char>(q.levels(step, reg) >> (16 * e))); }
-  __device__ __forceinline__ float scale(int h, int step, int s, int m) const { return BlockScale::scale(h, s); }
+  __device__ __forceinline__ void arrive() {
+    q.arrive();
+    BlockScale::arrive();
+  }
+  __device__ __forceinline__ void open() {}
+  static __device__ __forceinline__ constexpr int up(int h) { return TableCodes<1>::up(h); }
+  __device__ __forceinline__ u32 bytes(int step, int s, int m, int h) const { return q.bytes(step, s, m, h); }
+};
+
+// ---- super-blocks of 256: a half for all of them, and a few bits a group, which become bytes once a span --------------------------
+
+// The scales of 8 groups of 32, or 16 of 16, a byte each.
+template <int kGroupColumns>
+struct GroupBytes {
+  static constexpr int kWords = 64 / kGroupColumns;  // 2 or 4
+  u32 w[kWords];
+  static __device__ __forceinline__ constexpr int number(int step, int s, int m) { return kGroupColumns == 32 ? step * 2 + s : step * 4 + s * 2 + m; }
+  __device__ __forceinline__ u32 word(int step, int s, int m) const { return w[number(step, s, m) / 4]; }
+  static __device__ __forceinline__ constexpr int byte(int step, int s, int m) { return number(step, s, m) % 4; }
+  __device__ __forceinline__ void rotate() {
+    if constexpr (kGroupColumns == 32) {
+      w[0] = __funnelshift_r(w[0], w[1], 16), w[1] >>= 16;
+    } else {
+      w[0] = w[1], w[1] = w[2], w[2] = w[3];
+    }
+  }
 };
 
 template <>
 struct Quant<IQ4_XS> {
-  static constexpr int kSpan = 256, kGroup = 32, kZero = 0;
-  static constexpr bool kScaled = true, kHasShift = false;
+  static constexpr int kSpan = 256, kGroup = 32;
+  static constexpr Kind kKind = Kind::kBytes;
+  static constexpr bool kInteger = true, kSigned = true, kHasShift = false;
   TableCodes<4> q;
-  uint4 meta;  // a row is (d, high bits of the scales) and their low nibbles
+  uint4 meta;  // of a row: d and the high bits of the scales, their low nibbles
+  GroupBytes<32> scales[2];
+  u32 dd[2];
   __device__ __forceinline__ void load(const Planes& p, i64 span, int lane) {
-    q.load(p.p0, span, lane);
-    meta = __ldg(reinterpret_cast<const uint4*>(p.p1 + span * 128 + (lane >> 2) * 16));
+    q.load(p.at[0], span, lane);
+    meta = weights16(p.at[1] + span * 128 + (lane >> 2) * 16);
   }
-  __device__ __forceinline__ void rotate() { q.rotate(); }
-  __device__ __forceinline__ u32 bytes(int step, int s, int m, int h) const { return q.level_bytes(step, s, m, h); }
-  __device__ __forceinline__ float level(int step, int reg, int e) const { return float(static_cast<signed char>(q.levels(step, reg) >> (16 * e))); }
-  __device__ __forceinline__ float scale(int h, int step, int s, int m) const {
-    const u32 d_high = h ? meta.z : meta.x, low = h ? meta.w : meta.y;
-    const int group = step * 2 + s;
-    return __fmul_rn(low_half(d_high), small_int((low >> (4 * group) & 15) | (d_high >> (16 + 2 * group) & 3) << 4, 32.0f));
+  __device__ __forceinline__ void arrive() {
+    q.arrive();
+    touch(meta.x);
   }
-};
-
-// ---- super-blocks of 256 ----------------------------------------------------------------------------------------------------------
-
-// Two halves (scale and shift of the scales and shifts) and 8 + 8 six-bit numbers in 12 bytes.
-struct PackedScales {
-  uint4 row[2];
-  __device__ __forceinline__ void load(const u8* plane, i64 span, int lane) {
-    const uint4* at = reinterpret_cast<const uint4*>(plane + span * 256 + (lane >> 2) * 32);
-    row[0] = __ldg(at);
-    row[1] = __ldg(at + 1);
-  }
-  __device__ __forceinline__ float scale(int h, int group) const {
-    const uint4& r = row[h];
-    const u32 word = group < 4 ? r.y & 0x3f3f3f3fu : (r.w & 0x0f0f0f0fu) | (r.y >> 2 & 0x30303030u);
-    return __fmul_rn(low_half(r.x), byte_value(word, group & 3));
-  }
-  __device__ __forceinline__ float shift(int h, int group) const {
-    const uint4& r = row[h];
-    const u32 word = group < 4 ? r.z & 0x3f3f3f3fu : (r.w >> 4 & 0x0f0f0f0fu) | (r.z >> 2 & 0x30303030u);
-    return -__fmul_rn(high_half(r.x), byte_value(word, group & 3));
-  }
-};
-
-template <bool kFifthBit>
-struct SuperBlock4 {
-  static constexpr int kSpan = 256, kGroup = 32, kZero = 0;
-  static constexpr bool kScaled = true, kHasShift = true;
-  CodeWords<4, 4> q;
-  CodeWords<1, 4> fifth;
-  PackedScales packed;
-  __device__ __forceinline__ void load(const Planes& p, i64 span, int lane) {
-    q.load(p.p0, span, lane);
-    if constexpr (kFifthBit) fifth.load(p.p1, span, lane);
-    packed.load(kFifthBit ? p.p2 : p.p1, span, lane);
+  __device__ __forceinline__ void open() {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      dd[h] = h ? meta.z : meta.x;
+      const u32 low = h ? meta.w : meta.y, high = dd[h] >> 16;
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        u32 word = 0;
+#pragma unroll
+        for (int b = 0; b < 4; b++) {
+          const int group = 4 * i + b;
+          word |= ((low >> (4 * group) & 15) | (high >> (2 * group) & 3) << 4) << (8 * b);
+        }
+        scales[h].w[i] = ((word | 0x80808080u) - 0x20202020u) ^ 0x80808080u;  // less 32, no byte borrows from its neighbour
+      }
+    }
   }
   __device__ __forceinline__ void rotate() {
     q.rotate();
-    if constexpr (kFifthBit) fifth.rotate();
+    scales[0].rotate(), scales[1].rotate();
   }
-  __device__ __forceinline__ u32 pair(int step, int reg) const {
-    if constexpr (kFifthBit) return q.pair(step, reg) | fifth.template pair<4>(step, reg);
-    return q.pair(step, reg);
+  static __device__ __forceinline__ constexpr int up(int h) { return TableCodes<4>::up(h); }
+  __device__ __forceinline__ u32 bytes(int step, int s, int m, int h) const { return q.bytes(step, s, m, h); }
+  __device__ __forceinline__ float d(int h) const { return low_half(dd[h]); }
+  __device__ __forceinline__ int group_scale(int step, int s, int m, int h) const {
+    return signed_byte(scales[h].word(step, s, m), scales[h].byte(step, s, m));
   }
-  __device__ __forceinline__ u32 bytes(int step, int s, int m, int h) const {
-    if constexpr (kFifthBit) return q.bytes(step, s, m, h) | fifth.template bytes<4>(step, s, m, h);
-    return q.bytes(step, s, m, h);
-  }
-  __device__ __forceinline__ float level(int step, int reg, int e) const { return small_int(pair(step, reg) >> (16 * e) & 31); }
-  __device__ __forceinline__ float scale(int h, int step, int s, int m) const { return packed.scale(h, step * 2 + s); }
-  __device__ __forceinline__ float shift(int h, int step, int s, int m) const { return packed.shift(h, step * 2 + s); }
 };
 
-template <> struct Quant<Q4_K> : SuperBlock4<false> {};
-template <> struct Quant<Q5_K> : SuperBlock4<true> {};
+// Q4_K and Q5_K: two halves (scale and shift of the scales and shifts) and 8 + 8 six-bit numbers in 12 bytes.
+template <bool kFifthBit>
+struct SuperBlock45 {
+  using Codes = Codes45<4, kFifthBit, false>;
+  static constexpr int kSpan = 256, kGroup = 32;
+  static constexpr Kind kKind = Kind::kBytes;
+  static constexpr bool kInteger = true, kSigned = false, kHasShift = true;
+  Codes codes;
+  uint4 packed[2];
+  GroupBytes<32> scales[2], shifts[2];
+  u32 dm[2];
+  __device__ __forceinline__ void load(const Planes& p, i64 span, int lane) {
+    codes.load(p, span, lane);
+    const u8* at = p.at[kFifthBit ? 2 : 1] + span * 256 + (lane >> 2) * 32;
+    packed[0] = weights16(at), packed[1] = weights16(at + 16);
+  }
+  __device__ __forceinline__ void arrive() {
+    codes.arrive();
+    touch(packed[0].x), touch(packed[1].x);
+  }
+  __device__ __forceinline__ void open() {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const uint4 r = packed[h];
+      dm[h] = r.x;
+      scales[h].w[0] = r.y & 0x3f3f3f3fu, scales[h].w[1] = (r.w & 0x0f0f0f0fu) | (r.y >> 2 & 0x30303030u);
+      shifts[h].w[0] = r.z & 0x3f3f3f3fu, shifts[h].w[1] = (r.w >> 4 & 0x0f0f0f0fu) | (r.z >> 2 & 0x30303030u);
+    }
+  }
+  __device__ __forceinline__ void rotate() {
+    codes.rotate();
+    scales[0].rotate(), scales[1].rotate();
+  }
+  static __device__ __forceinline__ constexpr int up(int h) { return Codes::up(h); }
+  __device__ __forceinline__ u32 bytes(int step, int s, int m, int h) const { return codes.bytes(step, s, m, h); }
+  __device__ __forceinline__ float d(int h) const { return low_half(dm[h]); }
+  __device__ __forceinline__ int group_scale(int step, int s, int m, int h) const {
+    return unsigned_byte(scales[h].word(step, s, m), scales[h].byte(step, s, m));
+  }
+  __device__ __forceinline__ float shift(int h, int group) const {
+    return -__fmul_rn(high_half(dm[h]), byte_value(group < 4 ? shifts[h].w[0] : shifts[h].w[1], group & 3));
+  }
+};
+
+template <> struct Quant<Q4_K> : SuperBlock45<false> {};
+template <> struct Quant<Q5_K> : SuperBlock45<true> {};
 
 template <>
 struct Quant<Q2_K> {
-  static constexpr int kSpan = 256, kGroup = 16, kZero = 0;
-  static constexpr bool kScaled = true, kHasShift = true;
+  static constexpr int kSpan = 256, kGroup = 16;
+  static constexpr Kind kKind = Kind::kBytes;
+  static constexpr bool kInteger = true, kSigned = false, kHasShift = true;
   CodeWords<2, 4> q;
-  uint4 scales[2];  // a byte a group of 16: scale in the low nibble, shift in the high one
+  uint4 packed[2];
+  GroupBytes<16> scales[2], shifts[2];  // nibbles of one byte in the file: scale low, shift high
   uint2 dm;
   __device__ __forceinline__ void load(const Planes& p, i64 span, int lane) {
-    q.load(p.p0, span, lane);
-    const uint4* at = reinterpret_cast<const uint4*>(p.p1 + span * 256 + (lane >> 2) * 32);
-    scales[0] = __ldg(at);
-    scales[1] = __ldg(at + 1);
-    dm = load8(p.p2 + span * 64 + (lane >> 2) * 8);
+    q.load(p.at[0], span, lane);
+#pragma unroll
+    for (int h = 0; h < 2; h++) packed[h] = weights16(p.at[1] + span * 256 + (lane >> 2) * 32 + 16 * h);
+    dm = weights8(p.at[2] + span * 64 + (lane >> 2) * 8);
   }
-  __device__ __forceinline__ void rotate() { q.rotate(); }
-  __device__ __forceinline__ u32 scale_word(int h, int step) const {
-    const uint4& r = scales[h];
-    return step == 0 ? r.x : step == 1 ? r.y : step == 2 ? r.z : r.w;
+  __device__ __forceinline__ void arrive() {
+    q.arrive();
+    touch(packed[0].x), touch(packed[1].x), touch(dm.x);
   }
-  __device__ __forceinline__ u32 bytes(int step, int s, int m, int h) const { return q.bytes(step, s, m, h); }
-  __device__ __forceinline__ float level(int step, int reg, int e) const { return small_int(q.pair(step, reg) >> (16 * e) & 3); }
-  __device__ __forceinline__ float scale(int h, int step, int s, int m) const {
-    return __fmul_rn(low_half(h ? dm.y : dm.x), byte_value(scale_word(h, step) & 0x0f0f0f0fu, s * 2 + m));
+  __device__ __forceinline__ void open() {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const uint4 r = packed[h];
+      const u32 both[4] = {r.x, r.y, r.z, r.w};
+#pragma unroll
+      for (int i = 0; i < 4; i++) scales[h].w[i] = both[i] & 0x0f0f0f0fu, shifts[h].w[i] = both[i] >> 4 & 0x0f0f0f0fu;
+    }
   }
-  __device__ __forceinline__ float shift(int h, int step, int s, int m) const {
-    return -__fmul_rn(high_half(h ? dm.y : dm.x), byte_value(scale_word(h, step) >> 4 & 0x0f0f0f0fu, s * 2 + m));
+  __device__ __forceinline__ void rotate() {
+    q.rotate();
+    scales[0].rotate(), scales[1].rotate();
+  }
+  static __device__ __forceinline__ constexpr int up(int) { return 0; }
+  __device__ __forceinline__ u32 bytes(int step, int s, int m, int h) const { return q.quad(step, s, m, h, 0); }
+  __device__ __forceinline__ float d(int h) const { return low_half(h ? dm.y : dm.x); }
+  __device__ __forceinline__ int group_scale(int step, int s, int m, int h) const {
+    return unsigned_byte(scales[h].word(step, s, m), scales[h].byte(step, s, m));
+  }
+  __device__ __forceinline__ float shift(int h, int group) const {
+    const u32 word = group < 8 ? (group < 4 ? shifts[h].w[0] : shifts[h].w[1]) : (group < 12 ? shifts[h].w[2] : shifts[h].w[3]);
+    return -__fmul_rn(high_half(h ? dm.y : dm.x), byte_value(word, group & 3));
   }
 };
 
 template <>
 struct Quant<Q3_K> {
-  static constexpr int kSpan = 256, kGroup = 16, kZero = 4;
-  static constexpr bool kScaled = true, kHasShift = false;
+  static constexpr int kSpan = 256, kGroup = 16;
+  static constexpr Kind kKind = Kind::kBytes;
+  static constexpr bool kInteger = true, kSigned = true, kHasShift = false;
   CodeWords<2, 4> q;
   CodeWords<1, 4> third;
-  uint2 scales[3];  // 12 bytes of row g, then of row g + 8
-  u32 d;
+  u32 packed[6];  // 12 bytes of row g, then of row g + 8
+  GroupBytes<16> scales[2];
+  u32 dd;
   __device__ __forceinline__ void load(const Planes& p, i64 span, int lane) {
-    q.load(p.p0, span, lane);
-    third.load(p.p1, span, lane);
+    q.load(p.at[0], span, lane);
+    third.load(p.at[1], span, lane);
 #pragma unroll
-    for (int i = 0; i < 3; i++) scales[i] = load8(p.p2 + span * 192 + (lane >> 2) * 24 + i * 8);
-    d = load4(p.p3 + span * 32 + (lane >> 2) * 4);
+    for (int i = 0; i < 3; i++) {
+      const uint2 two = weights8(p.at[2] + span * 192 + (lane >> 2) * 24 + i * 8);
+      packed[2 * i] = two.x, packed[2 * i + 1] = two.y;
+    }
+    dd = weights4(p.at[3] + span * 32 + (lane >> 2) * 4);
+  }
+  __device__ __forceinline__ void arrive() {
+    q.arrive(), third.arrive();
+    touch(packed[0]), touch(packed[2]), touch(packed[4]), touch(dd);
+  }
+  __device__ __forceinline__ void open() {
+    // Six-bit scale i: low nibbles in 8 bytes (i mod 8, upper nibble from 8 on), upper pairs of bits in 4 bytes (i mod 4).
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const u32 low = packed[3 * h + (i & 1)] >> (i & 2 ? 4 : 0) & 0x0f0f0f0fu;
+        const u32 word = low | (shifted(packed[3 * h + 2], 2 * i - 4) & 0x30303030u);
+        scales[h].w[i] = ((word | 0x80808080u) - 0x20202020u) ^ 0x80808080u;  // less 32, no byte borrows from its neighbour
+      }
+    }
   }
   __device__ __forceinline__ void rotate() {
     q.rotate();
     third.rotate();
+    scales[0].rotate(), scales[1].rotate();
   }
-  __device__ __forceinline__ u32 pair(int step, int reg) const { return q.pair(step, reg) | third.pair<2>(step, reg); }
+  static __device__ __forceinline__ constexpr int up(int) { return 5; }
   __device__ __forceinline__ u32 bytes(int step, int s, int m, int h) const {
-    return centre<kZero>(q.bytes(step, s, m, h) | third.bytes<2>(step, s, m, h));
+    return (q.quad(step, s, m, h, 5) | third.quad(step, s, m, h, 7)) ^ 0x80808080u;
   }
-  __device__ __forceinline__ float level(int step, int reg, int e) const { return small_int(pair(step, reg) >> (16 * e) & 7, kZero); }
-  __device__ __forceinline__ u32 scale_word(int h, int i) const {
-    const int word = h * 3 + i;
-    return word % 2 ? scales[word / 2].y : scales[word / 2].x;
-  }
-  // Six-bit scale i = 4 step + 2 s + m: low nibbles in 8 bytes (i mod 8, upper nibble from 8 on), upper pairs of bits in 4 bytes (i mod 4).
-  __device__ __forceinline__ float scale(int h, int step, int s, int m) const {
-    const u32 low = (step & 1 ? scale_word(h, 1) : scale_word(h, 0)) >> (step & 2 ? 4 : 0) & 0x0f0f0f0fu;
-    const u32 high = scale_word(h, 2) >> (2 * step) & 0x03030303u;
-    return __fmul_rn(h ? high_half(d) : low_half(d), byte_value(low | high << 4, s * 2 + m, 32.0f));
+  __device__ __forceinline__ float d(int h) const { return h ? high_half(dd) : low_half(dd); }
+  __device__ __forceinline__ int group_scale(int step, int s, int m, int h) const {
+    return signed_byte(scales[h].word(step, s, m), scales[h].byte(step, s, m));
   }
 };
 
 template <>
 struct Quant<Q6_K> {
-  static constexpr int kSpan = 256, kGroup = 16, kZero = 32;
-  static constexpr bool kScaled = true, kHasShift = false;
+  static constexpr int kSpan = 256, kGroup = 16;
+  static constexpr Kind kKind = Kind::kBytes;
+  static constexpr bool kInteger = true, kSigned = true, kHasShift = false;
   CodeWords<4, 4> q;
   CodeWords<2, 4> upper;
-  uint4 scales[2];  // a signed byte a group of 16
-  u32 d;
+  GroupBytes<16> scales[2];
+  u32 dd;
   __device__ __forceinline__ void load(const Planes& p, i64 span, int lane) {
-    q.load(p.p0, span, lane);
-    upper.load(p.p1, span, lane);
-    const uint4* at = reinterpret_cast<const uint4*>(p.p2 + span * 256 + (lane >> 2) * 32);
-    scales[0] = __ldg(at);
-    scales[1] = __ldg(at + 1);
-    d = load4(p.p3 + span * 32 + (lane >> 2) * 4);
+    q.load(p.at[0], span, lane);
+    upper.load(p.at[1], span, lane);
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const uint4 r = weights16(p.at[2] + span * 256 + (lane >> 2) * 32 + 16 * h);
+      scales[h].w[0] = r.x, scales[h].w[1] = r.y, scales[h].w[2] = r.z, scales[h].w[3] = r.w;
+    }
+    dd = weights4(p.at[3] + span * 32 + (lane >> 2) * 4);
   }
+  __device__ __forceinline__ void arrive() {
+    q.arrive(), upper.arrive();
+    touch(scales[0].w[0]), touch(scales[1].w[0]), touch(dd);
+  }
+  __device__ __forceinline__ void open() {}
   __device__ __forceinline__ void rotate() {
     q.rotate();
     upper.rotate();
+    scales[0].rotate(), scales[1].rotate();
   }
-  __device__ __forceinline__ u32 pair(int step, int reg) const { return q.pair(step, reg) | upper.pair<4>(step, reg); }
+  static __device__ __forceinline__ constexpr int up(int) { return 2; }
   __device__ __forceinline__ u32 bytes(int step, int s, int m, int h) const {
-    return centre<kZero>(q.bytes(step, s, m, h) | upper.bytes<4>(step, s, m, h));
+    return (q.quad(step, s, m, h, 2) | upper.quad(step, s, m, h, 6)) ^ 0x80808080u;
   }
-  __device__ __forceinline__ float level(int step, int reg, int e) const { return small_int(pair(step, reg) >> (16 * e) & 63, kZero); }
-  __device__ __forceinline__ float scale(int h, int step, int s, int m) const {
-    const uint4& r = scales[h];
-    const u32 word = step == 0 ? r.x : step == 1 ? r.y : step == 2 ? r.z : r.w;
-    return __fmul_rn(h ? high_half(d) : low_half(d), byte_value(word ^ 0x80808080u, s * 2 + m, 128.0f));
+  __device__ __forceinline__ float d(int h) const { return h ? high_half(dd) : low_half(dd); }
+  __device__ __forceinline__ int group_scale(int step, int s, int m, int h) const {
+    return signed_byte(scales[h].word(step, s, m), scales[h].byte(step, s, m));
   }
 };
 
-// The weight in half e of a register, with the bits of the oracle (rollkv.quants.dequantise).
+// Weight i of a quad, with the bits of the oracle (rollkv.quants.dequantise).
 template <typename Q>
-__device__ __forceinline__ float weight_value(const Q& q, int step, int reg, int e) {
-  if constexpr (!Q::kScaled) {
-    return q.value(step, reg, e);
+__device__ __forceinline__ float weight_value(const Q& q, int step, int s, int m, int h, int i) {
+  if constexpr (Q::kKind != Kind::kBytes) {
+    return q.value(step, s, m, h, i);
   } else {
-    const int h = half_row(reg), s = step_group(reg), m = half_group(reg);
-    const float product = __fmul_rn(q.scale(h, step, s, m), q.level(step, reg, e));
-    if constexpr (Q::kHasShift) return __fadd_rn(product, q.shift(h, step, s, m));
+    const u32 bytes = q.bytes(step, s, m, h);
+    const float level = float((Q::kSigned ? signed_byte(bytes, i) : unsigned_byte(bytes, i)) >> Q::up(h));
+    float scale;
+    if constexpr (Q::kInteger) {
+      scale = __fmul_rn(q.d(h), float(q.group_scale(step, s, m, h)));
+    } else {
+      scale = q.scale(h, s);
+    }
+    const float product = __fmul_rn(scale, level);
+    if constexpr (Q::kHasShift) return __fadd_rn(product, q.shift(h, (step * kStepColumns + s * 32 + m * 16) / Q::kGroup));
     return product;
   }
 }

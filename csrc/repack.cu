@@ -23,7 +23,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) repack_codes(
     u32* __restrict__ plane,     // [tile][span][chunk][lane][words of a chunk]
     i64 first_tile, i64 tile_step, i64 num_tiles, i64 rows, int row_blocks, int spans, int block_elements, int block_bytes, int steps,
     int offset, int bits, int run) {
-  const int words = bits * steps, chunk = words < 4 ? words : 4, per_word = 16 / bits;
+  const int words = bits * steps, chunk = words < 4 ? words : 4, width = bits < 8 ? 8 : bits, across = 32 / width;
   const i64 count = num_tiles * spans * 32 * words;
   for (i64 i = i64(blockIdx.x) * kThreads + threadIdx.x; i < count; i += i64(gridDim.x) * kThreads) {
     i64 rest = i;
@@ -32,14 +32,14 @@ extern "C" __global__ void __launch_bounds__(kThreads) repack_codes(
     word += take(rest, words / chunk) * chunk;
     const int span = take(rest, spans);
     const i64 tile = rest;
-    const int step = word / bits, first_register = word % bits * per_word;
+    const int step = word / bits, first_code = word % bits * (32 / bits);  // of the step, quad after quad
     u32 packed = 0;
-    for (int slot = 0; slot < per_word; slot++) {
-      const int reg = first_register + slot;
-      const i64 row = tile * 16 + (lane >> 2) + (reg & 1) * 8;
-      if (row >= rows) continue;
-      for (int e = 0; e < 2; e++) {
-        const int column = (span * steps + step) * 64 + (reg >> 3) * 32 + (reg >> 2 & 1) * 16 + (lane & 3) * 4 + (reg >> 1 & 1) * 2 + e;
+    for (int slot = 0; slot < width / bits; slot++) {
+      for (int lying = 0; lying < across; lying++) {
+        const int code_number = first_code + slot * across + lying, quad = code_number >> 2;
+        const i64 row = tile * 16 + (lane >> 2) + (quad & 1) * 8;
+        if (row >= rows) continue;
+        const int column = (span * steps + step) * 64 + (quad >> 2) * 32 + (quad >> 1 & 1) * 16 + (lane & 3) * 4 + (code_number & 3);
         const int block = column / block_elements, element = column % block_elements;
         if (block >= row_blocks) continue;
         const u8* at = raw + (row * row_blocks + block) * i64(block_bytes) + offset;
@@ -52,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) repack_codes(
           const int field_span = run * 8 / bits;
           code = at[element / field_span * run + element % run] >> (element % field_span / run * bits) & ((1 << bits) - 1);
         }
-        packed |= code << (slot * bits + 16 * e);
+        packed |= code << (slot * bits + lying * width);
       }
     }
     plane[(first_tile + tile * (tile_step - 1)) * spans * 32 * words + i] = packed;

@@ -77,18 +77,17 @@ class Bench:
         layers = self.config.num_layers
         output = "output.weight" if "output.weight" in file.tensors else "token_embd.weight"
         norm = RmsNorm(self.random(self.config.hidden_size), 1e-6)
-        for names, times in (
-            (("attn_q", "attn_k", "attn_v"), layers),
-            (("attn_output",), layers),
-            (("ffn_gate", "ffn_up"), layers),
-            (("ffn_down",), layers),
-            ((output,), 1),
+        for names, times, own in (
+            (("attn_q", "attn_k", "attn_v"), layers, norm),
+            (("attn_output",), layers, None),
+            (("ffn_gate", "ffn_up"), layers, norm),
+            (("ffn_down",), layers, None),
+            ((output,), 1, norm),
         ):
             tensors = tuple(file.tensors[name if name == output else f"blk.0.{name}.weight"] for name in names)
             part = Loadable(tensors)
             weights = list(self.backend.load([part] * (L2_BYTES // part.nbytes + 1)))
             x, out = self.random(1, part.shape[1]), self.random(1, part.shape[0])
-            own = norm if part.shape[1] == self.config.hidden_size else None
             calls = [partial(self.backend.linear, x, (w,), out, norm=own) for w in weights]
             self.add(f"linear {', '.join(names)} {part.shape}", times, linear_rows_bytes(weights[0], 1), calls)
 

@@ -4,12 +4,12 @@ On the device a matrix keeps every bit of its file form, in another order. Rows 
 columns, or the 256 of a super-block) with zero bytes, whose scale of zero makes them vanish. Every field of the block becomes a plane:
 
 * codes, b bits a weight: `[tile][span][chunk][lane of 32][16 bytes]` (fewer bytes where a lane's share of a span is smaller). A lane
-  holds the weights that the tensor-core fragment m16n8k16 wants from it, in registers' order: lane (g, t) = g * 4 + t, in every step of
-  64 columns, holds columns 32 s + 16 m + 4 t + 2 j + e of rows g + 8 h as register ((s * 2 + m) * 2 + j) * 2 + h, e = 0 in the low
-  half of the register. A word packs 16 / b registers: register r at bit b * (r mod 16/b) of both halves.
+  holds the weights that a tensor-core fragment wants from it: lane (g, t) = g * 4 + t has, in every step of 64 columns, eight quads
+  (s, m, h), numbered (s * 2 + m) * 2 + h: columns 32 s + 16 m + 4 t + i, i = 0 to 3, of row g + 8 h. Up to 8 bits a word packs 8 / b quads,
+  quad number q at bit b * (q mod 8/b) of its bytes, i from the lowest byte on; of 16 bits, a quad is two words.
 * scales and the like: `[tile][span][g][h][block of the span][bytes]`, unchanged bytes.
 
-The kernels therefore load 16 bytes a lane, contiguous over the warp, and need one shift and one logical operation per pair of weights.
+The kernels therefore load 16 bytes a lane, contiguous over the warp, and need at most one shift and one logical operation per four weights.
 Planes start at multiples of 256 bytes within one allocation.
 """
 
@@ -244,8 +244,8 @@ def _merge_bytes(form: DeviceForm, field: ByteField, plane: np.ndarray, padded: 
     padded[..., field.offset : field.offset + field.length] = part.reshape(*padded.shape[:2], field.length)
 
 
-# Axes of a plane of codes: rows are (tile, h, g); columns are (span, step, s, m, t, j, e).
-_TO_LANES = (0, 3, 4, 2, 7, 5, 6, 8, 1, 9)  # (tile, h, g, span, step, s, m, t, j, e) -> (tile, span, step, g, t, s, m, j, h, e)
+# Axes of a plane of codes: rows are (tile, h, g); columns are (span, step, s, m, t, i).
+_TO_LANES = (0, 3, 4, 2, 7, 5, 6, 1, 8)  # (tile, h, g, span, step, s, m, t, i) -> (tile, span, step, g, t, s, m, h, i)
 _FROM_LANES = tuple(int(i) for i in np.argsort(_TO_LANES))
 
 
@@ -256,6 +256,12 @@ def _word_shape(form: DeviceForm, bits: int) -> tuple[int, int, int, int]:
     return form.tiles * form.spans, words // chunk, 32, chunk
 
 
+def _code_bits(bits: int) -> np.ndarray:
+    """Where the codes of one word lie, in lanes' order: [quads that share the word, codes of one of them]."""
+    width = max(8, bits)
+    return (np.arange(width // bits, dtype=np.uint32) * bits)[:, None] + np.arange(0, 32, width, dtype=np.uint32)
+
+
 def _split_codes(form: DeviceForm, field: CodeField, padded: np.ndarray) -> np.ndarray:
     fmt, bits = form.format, field.bits
     byte, shift = field.place(np.arange(fmt.elements))
@@ -263,11 +269,9 @@ def _split_codes(form: DeviceForm, field: CodeField, padded: np.ndarray) -> np.n
     if bits == 16:
         codes |= padded[..., byte + 1].astype(np.uint32) << 8
     codes = (codes >> shift.astype(np.uint32)) & np.uint32((1 << bits) - 1)
-    codes = codes.reshape(form.tiles, 2, 8, form.spans, fmt.span // STEP_COLUMNS, 2, 2, 4, 2, 2).transpose(_TO_LANES)
-    per_word = 16 // bits
-    codes = codes.reshape(-1, bits, per_word, 2)
-    at = (np.arange(per_word, dtype=np.uint32) * bits)[:, None] + np.array([0, 16], np.uint32)
-    words = np.bitwise_or.reduce(codes << at, axis=(2, 3))
+    codes = codes.reshape(form.tiles, 2, 8, form.spans, fmt.span // STEP_COLUMNS, 2, 2, 4, 4).transpose(_TO_LANES)
+    at = _code_bits(bits)
+    words = np.bitwise_or.reduce(codes.reshape(-1, bits, *at.shape) << at, axis=(2, 3))
     spans, chunks, lanes, chunk = _word_shape(form, bits)
     words = words.reshape(spans, -1, lanes, bits).transpose(0, 2, 1, 3).reshape(spans, lanes, chunks, chunk).transpose(0, 2, 1, 3)
     return np.ascontiguousarray(words).view(np.uint8).reshape(-1)
@@ -279,10 +283,8 @@ def _merge_codes(form: DeviceForm, field: CodeField, plane: np.ndarray, padded: 
     steps = fmt.span // STEP_COLUMNS
     words = np.ascontiguousarray(plane).view(np.uint32).reshape(spans, chunks, lanes, chunk).transpose(0, 2, 1, 3)
     words = words.reshape(spans, lanes, steps, bits).transpose(0, 2, 1, 3)
-    per_word = 16 // bits
-    at = (np.arange(per_word, dtype=np.uint32) * bits)[:, None] + np.array([0, 16], np.uint32)
-    codes = (words[..., None, None] >> at) & np.uint32((1 << bits) - 1)
-    codes = codes.reshape(form.tiles, form.spans, steps, 8, 4, 2, 2, 2, 2, 2).transpose(_FROM_LANES)
+    codes = (words[..., None, None] >> _code_bits(bits)) & np.uint32((1 << bits) - 1)
+    codes = codes.reshape(form.tiles, form.spans, steps, 8, 4, 2, 2, 2, 4).transpose(_FROM_LANES)
     codes = codes.reshape(*padded.shape[:2], fmt.elements)
     byte, shift = field.place(np.arange(fmt.elements))
     for e in range(fmt.elements):

@@ -125,11 +125,15 @@ def test_lanes_hold_what_the_fragment_wants(qtype):
         words = field.bits * steps
         chunk = min(4, words)
         lanes = share.view(np.uint32).reshape(words // chunk, 32, chunk).transpose(1, 0, 2).reshape(32, words)
-        for lane, step, reg, e in np.ndindex(32, steps, 16, 2):
-            (g, t), (s, m, j, h) = divmod(lane, 4), np.unravel_index(reg, (2, 2, 2, 2))
-            column = fmt.span + 64 * step + 32 * s + 16 * m + 4 * t + 2 * j + e
-            word = int(lanes[lane, step * field.bits + reg // (16 // field.bits)])
-            found = word >> (reg % (16 // field.bits) * field.bits + 16 * e) & ((1 << field.bits) - 1)
+        for lane, step, s, m, h, i in np.ndindex(32, steps, 2, 2, 2, 4):
+            (g, t), quad = divmod(lane, 4), (s * 2 + m) * 2 + h
+            column = fmt.span + 64 * step + 32 * s + 16 * m + 4 * t + i
+            if field.bits == 16:
+                word, bit = quad * 2 + i // 2, 16 * (i % 2)
+            else:
+                per_word = 8 // field.bits
+                word, bit = quad // per_word, quad % per_word * field.bits + 8 * i
+            found = int(lanes[lane, step * field.bits + word]) >> bit & ((1 << field.bits) - 1)
             assert found == code_in_file(blocks, fmt, field, 16 + g + 8 * int(h), int(column))
 
 

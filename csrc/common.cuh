@@ -85,7 +85,8 @@ struct Constant {
 
 // A kernel marked `early` (KernelSpec) may begin, on sm_90 and newer, as soon as every block of the kernel before it has begun. What kernels
 // before it write or still read it touches behind wait_for_previous() alone, which returns when all of them have ended and which every block
-// must call; before that it may load weights, and what earlier steps wrote: a step's first kernel (rope_table) is not early. Elsewhere kernels follow each other and both calls are nothing.
+// must call; before that it may load weights, and what earlier steps wrote, for a step's first kernel (rope_table) is not early. Elsewhere
+// kernels follow each other and both calls are nothing.
 __device__ __forceinline__ void let_next_begin() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

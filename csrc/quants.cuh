@@ -11,7 +11,7 @@
 //   kGroup      neighbouring columns that share a scale
 //   bytes(step, s, m, h)   a quad of codes as bytes, signed or not (kSigned), shifted left by up(h): codes are taken where they lie, and
 //               signed ones are centred by one exclusive or where their highest bit is the byte's
-//   kInteger    weight = d(h) * group_scale(step, s, m, h) * code (+ shift), the group's scale a signed byte; else scale(h, s) * code (+ shift)
+//   kInteger    weight = d(h) * group_scale(step, s, m, h) * code (+ shift), the group's scale a byte; else scale(h, s) * code (+ shift)
 //   kHasShift   there is a shift(h, group)
 // Others:       kParts numbers of 16 bits whose sum is the weight, exactly: pairs(s, m, h, j, part) of columns 4 t + 2 j and the next
 // Steps, s, m and h are compile-time constants after unrolling, so nothing leaves the registers; t and a group need not be. rotate() makes
@@ -27,6 +27,7 @@ enum QuantType : int {
 
 constexpr int kTileRows = 16;
 constexpr int kStepColumns = 64;
+
 enum class Kind { kBytes, kHalves, kBf16 };
 
 // The planes of one matrix, in the order of the fields; a type uses as many as it has.

@@ -127,7 +127,7 @@ def attend_step(
     check_array("attend_step", "out", out, (1, layer.num_heads * layer.value_dim), "f32")
     run, last = runs[0], runs[-1]
     pools = check_run("attend_step", run, page), check_run("attend_step", last, page)
-    if len(runs) > 2 or (last is not run and last.first_page != run.first_page + run.num_pages):
+    if len(runs) > 2 or (len(runs) == 2 and last.first_page != run.first_page + run.num_pages):
         raise KernelError(f"attend_step: {len(runs)} runs of pages; one was wanted, or two that follow each other")
     first_part, num_pages = run.first_page - parts.first_page, last.first_page + last.num_pages - run.first_page
     if first_part < 0 or min(run.num_pages, last.num_pages) < 1 or first_part + num_pages > num_parts:

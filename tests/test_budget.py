@@ -64,8 +64,8 @@ def test_the_cap_at_which_all_just_fits_needs_no_ring() -> None:
     exact = budget(None).total_bytes
     assert not budget(exact).spills
     below = budget(exact - 1)
-    # One page of every layer goes, and through the smallest ring.
-    assert (below.window_pages, below.ring) == (255, RingShape(2, 1))
+    # One page of every layer goes, through slots for as many layers as still pays.
+    assert (below.window_pages, below.ring) == (255, RingShape(8, 1))
 
 
 def test_window_grows_with_the_cap_and_uses_it() -> None:

@@ -30,7 +30,7 @@ def budget(cap: int | None = None) -> Budget:
         kv_bytes=GIB,
         overhead_measured=False,
         ubatch=512,
-        step=StepCost(0.002, 0.001, 0.004, 0.0005, 0.0005),
+        step=StepCost(0.003, 0.004, 0.0005, 0.0005),
         rates=ASSUMED,
     )
 
@@ -153,6 +153,6 @@ def test_what_is_predicted_names_what_it_follows_from():
     assert "link" not in report.prediction_line(resident).split("(")[1]
     assert report.ring_line(resident) == "no staging ring: everything is resident"
     assert report.ring_line(plan) == (
-        "staging ring of 2 slots of 16 pages (16.0 MiB): a step of 5.000 ms is the larger of compute 2.000 + fill 1.000 and "
+        "staging ring of 2 slots of 16 pages (16.0 MiB): a step of 5.000 ms is the larger of compute 3.000 and "
         "link 4.000 + stalls 0.500 + drain 0.500"
     )

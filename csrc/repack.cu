@@ -35,6 +35,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) repack_codes(
     const int step = word / bits, first_code = word % bits * (32 / bits);  // of the step, quad after quad
     u32 packed = 0;
     for (int slot = 0; slot < width / bits; slot++) {
+#pragma unroll 1  // four times unrolled it spills around the divisions
       for (int lying = 0; lying < across; lying++) {
         const int code_number = first_code + slot * across + lying, quad = code_number >> 2;
         const i64 row = tile * 16 + (lane >> 2) + (quad & 1) * 8;

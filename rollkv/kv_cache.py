@@ -64,11 +64,11 @@ class KVCache:
         self._fresh_free: list[Any] = [None, None]
         self._slot_free: dict[int, Any] = {}
         self._steps: tuple[StepPages, ...] = ()
+        self._planned: dict[tuple[int, ...], tuple[Piece, ...]] = {}  # the pieces last planned, by the layers' tails
         self._walked: deque[Piece] = deque()  # pieces that the step has yet to walk
         self._queue: deque[Piece] = deque()  # pieces to copy: those of the step that are not on their way, then the next step's
-        self._staged: dict[
-            int, tuple[Piece, Any]
-        ] = {}  # by slot: pieces to be walked, on their way until the event; None: ordered before COMPUTE
+        # By slot, in the order of their copies: pieces to be walked, and the end of their copies; None once COMPUTE is ordered behind it.
+        self._staged: dict[int, tuple[Piece, Any]] = {}
         self.copied_in_bytes = 0
         self.copied_out_bytes = 0
 
@@ -221,7 +221,12 @@ class KVCache:
             self.copied_in_bytes += piece.num_pages * self.formats[piece.layer].page_bytes
 
     def _pieces(self, steps: tuple[StepPages, ...]) -> tuple[Piece, ...]:
-        return plan_pieces({index: steps[index].tail_pages for index in self._full}, self._ring_shape) if self._ring_shape else ()
+        if self._ring_shape is None:
+            return ()
+        tails = tuple(steps[index].tail_pages for index in self._full)
+        if tails not in self._planned:  # every step asks for the same, thousands of pieces in a long context
+            self._planned = {tails: plan_pieces(dict(zip(self._full, tails, strict=True)), self._ring_shape)}
+        return self._planned[tails]
 
     def _write_through(self, layer: int, step: StepPages) -> None:
         if not step.completed:

@@ -12,8 +12,6 @@ by as many pieces as there are slots, across layers and, while decoding, into th
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rollkv.pages import pages_for
-
 
 @dataclass(frozen=True)
 class RingShape:
@@ -36,22 +34,12 @@ class Piece:
 def plan_pieces(layer_tails: dict[int, int], ring: RingShape) -> tuple[Piece, ...]:
     """Pieces of one step in the order of their use. layer_tails: tail pages by layer, in layer order.
 
-    A layer's tail is cut into as few pieces as the slots allow, of sizes that differ by at most one page: equal pieces keep the link even.
+    A layer's pieces fill their slots but for the last, so that those in neighbouring slots lie in the ring as one run of pages.
     """
-    sizes = [
-        (layer, begin, size) for layer, tail in layer_tails.items() for begin, size in _even_parts(tail, pages_for(tail, ring.slot_pages))
-    ]
+    pages = ring.slot_pages
+    sizes = [(layer, begin, min(pages, tail - begin)) for layer, tail in layer_tails.items() for begin in range(0, tail, pages)]
     slots = _turns(len(sizes), ring.num_slots)
     return tuple(Piece(*size, slot) for size, slot in zip(sizes, slots, strict=True))
-
-
-def _even_parts(total: int, count: int) -> Iterator[tuple[int, int]]:
-    """(begin, size) of `count` parts of 0 .. total - 1."""
-    begin = 0
-    for index in range(count):
-        size = total // count + (1 if index < total % count else 0)
-        yield begin, size
-        begin += size
 
 
 def _turns(count: int, num_slots: int) -> Iterator[int]:

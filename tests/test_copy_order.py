@@ -92,3 +92,22 @@ def test_the_end_of_a_step_stages_the_next(window: int) -> None:
         engine.reset()
         engine.fill_random(105, 0)
         assert not engine._cache.is_staged(engine._cache.plan(105, 1))
+
+
+def test_many_rows_walk_half_a_ring_at_once() -> None:
+    """Pieces that lie behind each other make one run: 8 pages of tail through a ring of 4 x 1 are walked in 4 launches, then the new pages."""
+
+    class Runs(race_detector.RaceDetector):
+        def __init__(self) -> None:
+            super().__init__()
+            self.pages: list[int] = []
+
+        def attend_tile(self, q, position, run, *rest, **flags):  # type: ignore[no-untyped-def]
+            self.pages.append(run.num_pages)
+            super().attend_tile(q, position, run, *rest, **flags)
+
+    tokens, backend = engines.fixture("llama")["tokens"].tolist(), Runs()
+    with engines.host_engine("llama", engines.cache(160, ubatch=16, window=PAGE), backend=backend, ring=RingShape(4, 1)) as engine:
+        engine.prefill(tokens[:144])
+        layers = engine.config.num_layers
+    assert backend.pages[-5 * layers :] == [2, 2, 2, 2, 1] * layers

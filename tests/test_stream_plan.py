@@ -28,7 +28,6 @@ def test_a_slot_is_taken_again_as_late_as_can_be(slots: int, count: int) -> None
     assert min(apart) >= (count if count < slots else slots if count % slots == 0 else (slots + count % slots) // 2)
 
 
-def test_pieces_of_a_layer_are_as_few_and_as_even_as_can_be() -> None:
-    sizes = [piece.num_pages for piece in plan_pieces({0: 33}, RingShape(4, 16))]
-    assert sizes == [11, 11, 11]
-    assert [piece.num_pages for piece in plan_pieces({0: 17}, RingShape(4, 16))] == [9, 8]
+def test_pieces_of_a_layer_fill_their_slots_but_for_the_last() -> None:
+    for tail, sizes in ((33, [16, 16, 1]), (17, [16, 1]), (32, [16, 16]), (5, [5])):
+        assert [piece.num_pages for piece in plan_pieces({0: tail}, RingShape(4, 16))] == sizes

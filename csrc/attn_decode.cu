@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(kThreads, kHeads <= 4 && sizeof(KeyType) + siz
     u8* next_pool,                     // [next_slots][page_bytes]
     float* part_out,                   // [num_parts][H][Dv]
     float* part_lse,                   // [num_parts][H]
-    u32* arrivals,                     // [Hkv*chunks]
+    u32* arrivals,                     // [H], of which the first Hkv*chunks are used
     float* out,                        // [H*Dv]
     int num_slots, int first_slot, int run_pages, int next_slots, int next_first_slot, int first_page, int first_part, int num_parts, int pairs, int interleaved, int group,
     int heads_a_block, int sliding_window, float eps, float scale, int page_cells, int chunks) {

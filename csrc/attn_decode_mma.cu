@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(kWarps * 32, leave_room(kBlocks, kDim)) attn_d
     u8* next_pool,                     // [next_slots][page_bytes]
     float* part_out,                   // [num_parts][H][D]
     float* part_lse,                   // [num_parts][H]
-    u32* arrivals,                     // [Hkv*chunks]
+    u32* arrivals,                     // [H], of which the first Hkv*chunks are used
     float* out,                        // [H*D]
     int num_slots, int first_slot, int run_pages, int next_slots, int next_first_slot, int first_page, int first_part, int num_parts, int pairs, int interleaved, int group,
     int heads_a_block, int sliding_window, float eps, float scale) {

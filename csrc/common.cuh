@@ -42,12 +42,6 @@ __device__ __forceinline__ u32 pack_half2(float low, float high) {
   return pair;
 }
 
-__device__ __forceinline__ u32 pack_bf162(float low, float high) {
-  u32 pair;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-  return pair;
-}
-
 // Element tags: the storage types that templates are instantiated with (Half, Bf16, float).
 struct Half {
   u16 bits;

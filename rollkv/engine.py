@@ -146,7 +146,7 @@ class Engine:
 
     @property
     def copied_bytes(self) -> tuple[int, int]:
-        """(tail to device, device to tail) since memory was planned, for the cells so far."""
+        """(tail to device, device to tail) since memory was planned, by the steps up to the last of these cells."""
         return self._copied_bytes
 
     def __enter__(self) -> "Engine":
@@ -265,8 +265,8 @@ class Engine:
     # -- inside ----------------------------------------------------------------------------------------------------------------
     def _chosen(self, choice: _Choice, ids: np.ndarray, sampling: SamplingParams, count: int) -> Generator[int, None, None]:
         """Yields `count` ids, the first of `choice`, which is made behind `ids`. While the caller has one, the device works on the next: the host
-        is a step behind, where it need not wait for every step anyway. Not into a new page, which would push an old one out: so a caller may stop
-        at any id, and the cell of a step that was not asked for is simply written again."""
+        is a step behind, where it need not wait for every step anyway. A caller may stop at any id: the cell of a step that was not asked for is
+        simply written again. Not into a new page, for it takes the place of one that the repetition of the step before would need (_explain)."""
         for left in range(count - 1, -1, -1):
             begins_page = self._position % self.budget.page_cells == 0
             ahead = self._append_chosen(sampling) if left and self.backend.can_record and not begins_page else None

@@ -4,7 +4,7 @@
 single token goes through `append_and_walk`.
 Streams and the three orderings of stream_plan.py are kept here and only here:
   written before copied    copies of a layer's tail wait for `_written[layer]`, recorded behind its last write-through
-  copied before read       `walk` waits for a piece's copy before it hands the piece out
+  copied before read       a piece is handed out when COMPUTE waits for its copy, or for one that ends later
   read before reused       a slot's next copy waits for the event recorded when the walk moved past the piece
 A window slot is overwritten only after the write-through of the page it held (again `_written[layer]`), a fresh pool only after the
 write-through of the layer that used it before.
@@ -48,7 +48,7 @@ class KVCache:
             for index, (layout, page) in enumerate(zip(self._layouts, self.formats, strict=True))
         )
         self._ring_shape = budget.ring
-        self._ctx_size = cache.ctx_size
+        self.ctx_size = cache.ctx_size
         largest = max((self.formats[index].page_bytes for index in self._full), default=0)
         self._ring = (
             backend.empty("staging ring", (budget.ring.num_slots * budget.ring.slot_pages * largest,), "u8") if budget.ring else None
@@ -88,7 +88,7 @@ class KVCache:
         copies of the next begin, as far as slots get free; unless this one completes a page, which the next may find in the tail."""
         self._steps = self.plan(position, num_tokens)
         self._begin(self._pieces(self._steps))
-        if num_tokens == 1 and position + 1 < self._ctx_size and not any(step.completed for step in self._steps):
+        if num_tokens == 1 and position + 1 < self.ctx_size and not any(step.completed for step in self._steps):
             self._queue += self._pieces(self.plan(position + 1, 1))
         self._issue_copies()
 
@@ -171,7 +171,7 @@ class KVCache:
         """Orders COMPUTE behind every copy so far, so that a recorded step need not wait for anything outside it."""
         for event in (*self._written.values(), *(event for event in self._fresh_free if event is not None)):
             self._backend.wait(Stream.COMPUTE, event)
-        self._await_staged()
+        self.await_staged()
         self._written.clear()
         self._slot_free.clear()
         self._fresh_free = [None, None]
@@ -189,6 +189,20 @@ class KVCache:
             self._staged = {slot: (piece, None) for slot, (piece, _) in self._staged.items()}
         self._slot_free.clear()
 
+    def await_staged(self) -> None:
+        """Orders COMPUTE behind the copies of the pieces that are staged, for a recorded step does not wait for them."""
+        for slot, (piece, filled) in self._staged.items():
+            if filled is not None:
+                self._backend.wait(Stream.COMPUTE, filled)
+                self._staged[slot] = piece, None
+
+    def forget_step(self) -> None:
+        """Behind a step that was not recorded to its end: nothing of it has happened, and what was staged before it is copied again."""
+        self._walked.clear()
+        self._queue.clear()
+        self._staged.clear()
+        self.mark_ring_busy()
+
     def mark_ring_busy(self) -> None:
         """Behind the replay of a recorded step: slots are free again when COMPUTE has come this far."""
         if self._ring_shape:
@@ -199,7 +213,7 @@ class KVCache:
         """A step walks these pieces. What the step before staged stays if it is the first of them."""
         staged = [piece for piece, _ in self._staged.values()]
         if staged != list(pieces[: len(staged)]):
-            self._await_staged()  # later work may write to the pages that these copies read
+            self.await_staged()  # later work may write to the pages that these copies read
             self._staged.clear()
         self._walked, self._queue = deque(pieces), deque(pieces[len(self._staged) :])
 
@@ -213,12 +227,6 @@ class KVCache:
         together = coming[: max(self._ring_shape.num_slots // 2, 1)]
         self._backend.wait(Stream.COMPUTE, self._staged[together[-1].slot][1])  # copies end in their order
         self._staged.update({other.slot: (other, None) for other in together})
-
-    def _await_staged(self) -> None:
-        for slot, (piece, filled) in self._staged.items():
-            if filled is not None:
-                self._backend.wait(Stream.COMPUTE, filled)
-                self._staged[slot] = piece, None
 
     def _issue_copies(self) -> None:
         """Issues copies in their order as long as slots are free."""

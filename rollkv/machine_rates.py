@@ -63,9 +63,11 @@ class RatesCache:
         """None for a file that is absent, damaged, or of another card."""
         try:
             fields = json.loads(self.path(card).read_bytes())
-            rates = MachineRates(_rate(fields["link"]), _rate(fields["hbm"]), PcieLink(**fields["pcie"]))
+            rates = MachineRates(
+                _rate(fields["link"]), _rate(fields["hbm"]), PcieLink(**{name: _count(value) for name, value in fields["pcie"].items()})
+            )
             return rates if fields["card"] == card else None
-        except (OSError, ValueError, TypeError, KeyError):
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError):
             return None
 
     def store(self, card: str, rates: MachineRates) -> None:
@@ -84,3 +86,10 @@ def _rate(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not isfinite(value) or value <= 0:
         raise ValueError(f"{value!r} is no rate")
     return float(value)
+
+
+def _count(value: Any) -> int | None:
+    """Raises ValueError for what is neither unknown nor a number of lanes or a generation."""
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+        raise ValueError(f"{value!r} is no whole number")
+    return value

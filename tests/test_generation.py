@@ -1,6 +1,7 @@
 """Generation a step behind the device: the ids are those of one step at a time, and a caller may stop at any of them."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -8,35 +9,87 @@ import pytest
 
 import engines
 import race_detector
+from rollkv.backend import Stream
 from rollkv.config import SamplingParams
-from rollkv.errors import CheckFailed, UsageError
+from rollkv.errors import CheckFailed, DeviceError, UsageError
 from rollkv.sampling import choose
+from rollkv.stream_plan import RingShape
 
 PAGE = 16
 SAMPLED = SamplingParams(temperature=0.9, top_k=50, top_p=0.98, repeat_penalty=1.2, repeat_last=20, seed=3)
 
 
+ISSUED = ("embed", "linear", "feed_forward", "rope_table", "append", "attend_step", "add", "choose", "copy_in", "copy_out", "copy_page")
+
+
 class Recording(race_detector.RaceDetector):
-    """Records steps as a device does, so that generation runs ahead."""
+    """Records steps as a device does, so that generation runs ahead: what a step issues is kept and issued again as it is, its copies on a stream of
+    their own, which is ordered against others by the recorded waits and by COMPUTE alone."""
 
     can_record = True
 
     def __init__(self) -> None:
         super().__init__()
+        self._streams: dict[Any, Any] = {stream: stream for stream in Stream}  # what a stream is called now
+        self._clocks["recorded copies"] = dict.fromkeys(Stream, 0)  # type: ignore[index]
+        for clock in self._clocks.values():
+            clock["recorded copies"] = 0  # type: ignore[index]
+        self._log: list[tuple[str, tuple[Any, ...], dict[str, Any]]] | None = None
         self.choices = 0
+        self.replays = 0
+        for name in ISSUED:
+            setattr(self, name, partial(self._keep_or_do, name))
+
+    def _keep_or_do(self, name: str, *operands: Any, **options: Any) -> None:
+        if self._log is not None:
+            self._log.append((name, operands, options))
+            return
+        self.choices += name == "choose"
+        getattr(super(), name)(*operands, **options)
+
+    def _begin(self, stream: Stream) -> None:
+        super()._begin(self._streams[stream])
+
+    def _touch(self, stream: Stream, page: np.ndarray, write: bool) -> None:
+        super()._touch(self._streams[stream], page, write)
+
+    def record(self, stream: Stream) -> Any:
+        if self._log is None:
+            return super().record(self._streams[stream])
+        event: list[Any] = []  # filled at every replay
+        self._log.append(("record", (stream, event), {}))
+        return event
+
+    def wait(self, stream: Stream, event: Any) -> None:
+        if self._log is None:
+            assert isinstance(event, dict), "a wait for an event of a recording"
+            super().wait(self._streams[stream], event)
+        else:
+            assert isinstance(event, list), "a recorded wait for an event from outside"
+            self._log.append(("wait", (stream, event), {}))
 
     def capture(self, work: Callable[[], None]) -> Any:
-        return work
+        self._log = []
+        try:
+            work()
+            return self._log
+        finally:
+            self._log = None
 
     def replay(self, graph: Any) -> None:
-        graph()
+        self.replays += 1
+        self._streams[Stream.COPY_IN] = "recorded copies"
+        for name, operands, options in graph:
+            if name == "record":
+                operands[1][:] = [self.record(operands[0])]
+            elif name == "wait":
+                self.wait(operands[0], operands[1][0])
+            else:
+                getattr(self, name)(*operands, **options)
+        self._streams[Stream.COPY_IN] = Stream.COPY_IN
 
     def release(self, graph: Any) -> None:
         pass
-
-    def choose(self, *operands: Any) -> None:
-        self.choices += 1
-        super().choose(*operands)
 
 
 def one_by_one(model: str, prompt: list[int], count: int, sampling: SamplingParams) -> list[int]:
@@ -130,3 +183,72 @@ def test_logits_that_are_not_finite_end_it(monkeypatch):
         with pytest.raises(CheckFailed, match="not finite in the step of cells 2[12] to 2[12]: output"):
             for _ in range(3):
                 next(steps)
+
+
+def test_a_replay_waits_for_what_a_step_beside_it_staged():
+    """Sequences that meet the same pages, and a few rows between single ones, stage pieces outside the recorded step."""
+    tokens = engines.fixture("qwen3")["tokens"].tolist()
+    for window in (PAGE, 2 * PAGE):
+        for ring in (RingShape(1, 1), RingShape(2, 1), RingShape(4, 2)):
+            backend = Recording()
+            with engines.host_engine("qwen3", engines.cache(160, window=window), backend=backend, ring=ring) as engine:
+                first = list(engine.generate_ids(tokens[:49], 10))
+                assert list(engine.generate_ids(tokens[:49], 10)) == first
+                list(engine.generate_ids(tokens[:50], 10))
+                for rows in (1, 3):
+                    engine.reset()
+                    engine.prefill(tokens[:49])
+                    for token in tokens[49:53]:
+                        engine.decode(token)
+                    engine.prefill(tokens[53 : 53 + rows])
+                    for token in tokens[53 + rows : 62]:
+                        engine.decode(token)
+            assert backend.replays > 20
+
+
+def test_the_last_cells_of_a_context():
+    """Nothing follows them, so nothing is staged behind them: a recorded step of theirs would leave the ring to the next sequence as it should not."""
+    tokens = engines.fixture("qwen3")["tokens"].tolist()
+    sequences = (range(155, 157), range(149, 157))  # cells that are decoded one by one
+    rows: list[list[np.ndarray]] = []
+    for backend, window in ((race_detector.RaceDetector(), None), (Recording(), PAGE)):
+        with engines.host_engine("qwen3", engines.cache(157, window=window), backend=backend, ring=RingShape(2, 1)) as engine:
+            found = []
+            for cells in sequences:
+                engine.reset()
+                engine.prefill(tokens[: cells[0]])
+                found += [engine.decode(tokens[cell]) for cell in cells]
+            rows.append(found)
+    for want, got in zip(*rows, strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, DeviceError])
+def test_a_recording_that_breaks_off_leaves_the_cache_as_it_was(error):
+    tokens = engines.fixture("qwen3")["tokens"].tolist()
+    backend = Recording()
+    with engines.host_engine("qwen3", engines.cache(160, window=PAGE), backend=backend, ring=RingShape(2, 1)) as engine:
+        engine.prefill(tokens[:49])
+        want = [engine.decode(token) for token in tokens[49:58]]
+        capture = backend.capture
+
+        def breaks(work: Callable[[], None]) -> Any:
+            capture(work)
+            raise error("in the middle")
+
+        engine.reset()
+        engine._decoder.close()
+        engine.prefill(tokens[:49])
+        engine.decode(tokens[49])
+        engine.prefill(tokens[50:53])  # so that the recording begins with an empty ring
+        backend.capture = breaks  # type: ignore[method-assign]
+        with pytest.raises(error):
+            engine.decode(tokens[53])
+        backend.capture = capture  # type: ignore[method-assign]
+        got = [engine.decode(token) for token in tokens[53:58]]
+        for a, b in zip(got, want[4:], strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-4)  # three of the rows before came together
+        engine.reset()
+        engine.prefill(tokens[:49])
+        for token, row in zip(tokens[49:58], want, strict=True):
+            np.testing.assert_array_equal(engine.decode(token), row)

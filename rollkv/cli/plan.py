@@ -1,4 +1,4 @@
-"""`rollkv plan`: the memory budget of a run, from the header of the file alone."""
+"""`rollkv plan`: the memory budget of a run, from the header of the file alone, and the speed that the card's rates allow."""
 
 from dataclasses import replace
 from math import inf
@@ -19,7 +19,9 @@ def plan(
     ubatch: options.FittingUbatch = None,
     cache_type_k: options.CacheTypeK = "f16",
     cache_type_v: options.CacheTypeV = "f16",
-    device: Annotated[int, typer.Option(metavar="INDEX", help="Which GPU's rates to reckon with.")] = 0,
+    device: Annotated[
+        int | None, typer.Option(metavar="INDEX", help="Which GPU's rates to reckon with. Default: the first, if any.")
+    ] = None,
     probe_link: Annotated[bool, typer.Option("--probe-link", help="Measure link and device memory of the GPU again.")] = False,
     link_gbps: Annotated[float | None, typer.Option(metavar="GB/S", help="Reckon with this rate of the link.")] = None,
     output: options.Output = "text",
@@ -30,7 +32,7 @@ def plan(
     as_json = options.wants_json(output)
     cap = options.size_option(vram_target, "--vram-target")
     if link_gbps is not None and not 0 < link_gbps < inf:
-        raise UsageError(f"--link-gbps {link_gbps:g}: the value must be above zero")
+        raise UsageError(f"--link-gbps {link_gbps:g}: the value must be a finite number above zero, such as 25")
 
     from rollkv import report
     from rollkv.engine import plan as plan_run

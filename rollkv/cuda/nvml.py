@@ -46,7 +46,7 @@ def _open(pci_bus_id: str, library: Any) -> tuple[Any, ctypes.c_void_p]:
 
 
 def pcie_link(pci_bus_id: str, library: Any = None) -> PcieLink:
-    """The link of a device now, and the best that the device can do. An idle card may rest at a lower generation: ask while it copies."""
+    """The link of a device now, and the best that the device can do. An idle card may rest at a lower generation: ask right behind copies."""
     nvml, handle = _open(pci_bus_id, library)
 
     def ask(*names: str) -> int | None:

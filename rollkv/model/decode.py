@@ -46,11 +46,13 @@ class Decoder:
             if sampling is not None:
                 choose(model, row, sampling)
 
-        # The first step over these pages runs directly: it loads what recording must not load.
-        repeats = pages == self._last and not any(layer.completed for layer in pages)
+        # The first step over these pages runs directly: it loads what recording must not load. So does one that cannot stage the next, the last of
+        # the context: a recorded step takes the ring as it leaves it.
+        repeats = pages == self._last and not any(layer.completed for layer in pages) and position + 1 < cache.ctx_size
         if repeats and model.backend.can_record and not self._has(pages, sampling):
             self._record(pages, sampling, run)
         if self._recorded is not None and self._has(pages, sampling) and cache.is_staged(pages):
+            cache.await_staged()
             model.backend.replay(self._recorded.graph)
             cache.mark_ring_busy()
             cache.copied_in_bytes += self._recorded.copied_in_bytes
@@ -78,6 +80,11 @@ class Decoder:
             with cache.isolated():
                 run()
 
-        graph = backend.capture(isolated)
-        self._recorded = _Recorded(pages, sampling, graph, cache.copied_in_bytes - before)
-        cache.copied_in_bytes = before
+        try:
+            graph = backend.capture(isolated)
+            self._recorded = _Recorded(pages, sampling, graph, cache.copied_in_bytes - before)
+        except BaseException:
+            cache.forget_step()
+            raise
+        finally:
+            cache.copied_in_bytes = before

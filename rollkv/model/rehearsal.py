@@ -34,7 +34,9 @@ def rehearse(backend: Backend, config: ModelConfig, cache: CacheConfig, tensors:
     weights = replace(weights, layers=tuple(weights.layers[index] for index in kept))
     model = Model(backend, few, weights, pages, take_workspace(backend, few, cache), ropes_of(few))
     steps = [(tokens, 0) for tokens in sorted({rows, *(1 << n for n in range(rows.bit_length()))})]
-    steps += [(1, cells - 1) for cells in sorted({cache.ctx_size, *(1 << n for n in range(cache.ctx_size.bit_length()))})]
+    counts = sorted({cache.ctx_size, *(1 << n for n in range(cache.ctx_size.bit_length()))})
+    # On both sides of each: a sliding window reaches one page more where its ends lie inside pages.
+    steps += [(1, position) for cells in counts for position in (cells - 1, cells) if position < cache.ctx_size]
     for tokens, position in steps:
         hidden = forward(model, enter(model, np.zeros(tokens, np.int32), position))
         rows_out = logits(model, hidden.rows(min(tokens, MAX_FEW_ROWS)))

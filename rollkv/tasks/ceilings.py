@@ -133,39 +133,43 @@ def measure_rates(backend: TimedBackend) -> Rates:
 
 def probe_device(device: int, warn: Callable[[str], None]) -> Rates:
     """measure_rates on a GPU, which is given back; what was measured is kept for later plans. Warns of a slow link. Raises DeviceError for an
-    unusable GPU; without 2.5 GiB to spare it warns and measures nothing."""
+    unusable GPU; where memory is short (2.5 GiB) it warns and measures nothing."""
     from rollkv.cuda.backend import CudaBackend  # here, so that host runs do not wait for the bindings
     from rollkv.cuda.nvml import pcie_link
 
-    with CudaBackend(device, warn=warn) as backend:
-        try:
+    try:
+        with CudaBackend(device, warn=warn) as backend:
             rates = replace(measure_rates(backend), pcie=pcie_link(backend.facts.pci_bus_id))
-        except OutOfMemoryError as error:
-            warn(f"the ceilings cannot be measured: {error}")
-            return Rates()
-        assert rates.link_in is not None and rates.hbm is not None
-        RatesCache().store(backend.gpu.card, MachineRates(rates.link_in, rates.hbm, rates.pcie))
+            card = backend.gpu.card
+    except OutOfMemoryError as error:
+        warn(f"link and device memory cannot be measured: {error}")
+        return Rates()
+    assert rates.link_in is not None and rates.hbm is not None
+    RatesCache().store(card, MachineRates(rates.link_in, rates.hbm, rates.pcie))
     if rates.pcie.slow_words is not None:
         warn(rates.pcie.slow_words)
     return rates
 
 
-def known_rates(device: int, *, again: bool, tell: Callable[[str], None], warn: Callable[[str], None]) -> tuple[Bandwidths, PcieLink]:
+def known_rates(
+    device: int | None, *, again: bool, tell: Callable[[str], None], warn: Callable[[str], None]
+) -> tuple[Bandwidths, PcieLink]:
     """What plans for this machine are reckoned with, and its link: measured before or, on a GPU of which nothing is known or if `again`, now.
-    ASSUMED without a usable GPU. Warns of a slow link. Raises DeviceError if `again` and there is no usable GPU."""
+    ASSUMED without a usable GPU, unless one was asked for: device None means the first if there is one. Warns of a slow link. Raises DeviceError
+    for a GPU that was asked for, by its number or by `again`, and cannot be used, and for one that fails while it is measured."""
     from rollkv.cuda.driver import DriverCalls, find_device
 
     try:
-        card = find_device(DriverCalls(), device).gpu.card
-        known = None if again else RatesCache().load(card)
-        if known is None:
-            tell("measuring link and device memory, once for this card and driver")
-            rates = probe_device(device, warn)
-            return rates.bandwidths or ASSUMED, rates.pcie
+        card = find_device(DriverCalls(), device or 0).gpu.card
     except DeviceError:
-        if again:
+        if again or device is not None:
             raise
         return ASSUMED, PcieLink()
+    known = None if again else RatesCache().load(card)
+    if known is None:
+        tell("measuring link and device memory, once for this card and driver")
+        rates = probe_device(device or 0, warn)
+        return rates.bandwidths or ASSUMED, rates.pcie
     if known.pcie.slow_words is not None:
         warn(known.pcie.slow_words)
     return known.bandwidths, known.pcie

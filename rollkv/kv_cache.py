@@ -98,6 +98,12 @@ class KVCache:
         slots = {piece.slot for piece in pieces}
         return not self._walked and [piece for piece, _ in self._staged.values()] == list(pieces[: len(slots)])
 
+    def forget(self) -> None:
+        """The sequence ends, wherever a step was broken off. No copy may be under way."""
+        for pending in (self._written, self._slot_free, self._staged, self._walked, self._queue):
+            pending.clear()
+        self._fresh_free = [None, None]
+
     def step_pages(self, layer: int) -> StepPages:
         """What the current step does to the pages of a layer."""
         return self._steps[layer]

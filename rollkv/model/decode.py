@@ -78,6 +78,8 @@ class Decoder:
             with cache.isolated():
                 run()
 
-        graph = backend.capture(isolated)
-        self._recorded = _Recorded(pages, sampling, graph, cache.copied_in_bytes - before)
-        cache.copied_in_bytes = before
+        try:
+            graph = backend.capture(isolated)
+            self._recorded = _Recorded(pages, sampling, graph, cache.copied_in_bytes - before)
+        finally:
+            cache.copied_in_bytes = before

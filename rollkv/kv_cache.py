@@ -162,7 +162,8 @@ class KVCache:
 
     # -- a step that can be recorded ---------------------------------------------------------------------------------------------
     def settle(self) -> None:
-        """Orders COMPUTE behind every copy so far, so that a recorded step need not wait for anything outside it."""
+        """Orders COMPUTE behind every copy so far, since a recorded step waits for nothing outside it: before one is recorded and before each replay,
+        where as a rule nothing is left to wait for."""
         for event in (*self._written.values(), *(event for event in self._fresh_free if event is not None)):
             self._backend.wait(Stream.COMPUTE, event)
         self._await_staged()

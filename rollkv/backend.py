@@ -9,7 +9,7 @@ the calls; copies run on the stream they name; `record` and `wait` order streams
 once (the host backend does) or later, but never in an order that record and wait forbid.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
@@ -214,7 +214,7 @@ class Backend(Protocol):
         been asked for."""
         ...
 
-    def load(self, parts: Iterable[Loadable]) -> Iterator[Operand]:
+    def load(self, parts: Iterable[Loadable]) -> Generator[Operand, None, None]:
         """Each part in turn: a matrix in multiplication form (quantised types stay quantised), a vector as f32 [columns].
         Reads ahead, so take all, or close the iterator, before other calls. Raises UnsupportedModelError for unknown types."""
         ...

@@ -161,7 +161,9 @@ class Engine:
 
     # -- steps -----------------------------------------------------------------------------------------------------------------
     def reset(self) -> None:
-        """Forgets the sequence; memory stays."""
+        """Forgets the sequence, and what an interrupt left of a step; memory stays."""
+        self.backend.synchronize()
+        self._cache.forget()
         self._position = 0
 
     def prefill(self, tokens: Sequence[int], on_progress: Progress | None = None) -> np.ndarray:
@@ -399,11 +401,11 @@ def load(
         phases.ends("device")
         try:
             engine = load_on(machine, file, config, cache, vram_target, on_load, phases, rates)
+            if (words := shrunk_words(cache, config, engine.budget)) is not None:
+                warn(words)
         except BaseException:
             machine.close()
             raise
-    if (words := shrunk_words(cache, config, engine.budget)) is not None:
-        warn(words)
     return engine
 
 

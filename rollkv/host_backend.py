@@ -5,7 +5,7 @@ that a missing wait shows as NaN or as stale cells.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal
@@ -121,7 +121,7 @@ class HostBackend:
         values = array.values.copy()
         return lambda: values
 
-    def load(self, parts: Iterable[Loadable]) -> Iterator[HostWeight | HostArray]:
+    def load(self, parts: Iterable[Loadable]) -> Generator[HostWeight | HostArray, None, None]:
         for part in parts:
             values = np.empty(part.shape, self._precision)  # a copy: the file is closed after loading
             row = 0

@@ -98,6 +98,12 @@ class KVCache:
         slots = {piece.slot for piece in pieces}
         return not self._walked and [piece for piece, _ in self._staged.values()] == list(pieces[: len(slots)])
 
+    def forget(self) -> None:
+        """The sequence ends, wherever a step was broken off. No copy may be under way."""
+        for pending in (self._written, self._slot_free, self._staged, self._walked, self._queue):
+            pending.clear()
+        self._fresh_free = [None, None]
+
     def step_pages(self, layer: int) -> StepPages:
         """What the current step does to the pages of a layer."""
         return self._steps[layer]
@@ -168,10 +174,11 @@ class KVCache:
 
     # -- a step that can be recorded ---------------------------------------------------------------------------------------------
     def settle(self) -> None:
-        """Orders COMPUTE behind every copy so far, so that a recorded step need not wait for anything outside it."""
+        """Orders COMPUTE behind every copy so far, since a recorded step waits for nothing outside it: before one is recorded and before each replay,
+        where as a rule nothing is left to wait for."""
         for event in (*self._written.values(), *(event for event in self._fresh_free if event is not None)):
             self._backend.wait(Stream.COMPUTE, event)
-        self.await_staged()
+        self._await_staged()
         self._written.clear()
         self._slot_free.clear()
         self._fresh_free = [None, None]
@@ -189,7 +196,7 @@ class KVCache:
             self._staged = {slot: (piece, None) for slot, (piece, _) in self._staged.items()}
         self._slot_free.clear()
 
-    def await_staged(self) -> None:
+    def _await_staged(self) -> None:
         """Orders COMPUTE behind the copies of the pieces that are staged, for a recorded step does not wait for them."""
         for slot, (piece, filled) in self._staged.items():
             if filled is not None:
@@ -213,7 +220,7 @@ class KVCache:
         """A step walks these pieces. What the step before staged stays if it is the first of them."""
         staged = [piece for piece, _ in self._staged.values()]
         if staged != list(pieces[: len(staged)]):
-            self.await_staged()  # later work may write to the pages that these copies read
+            self._await_staged()  # later work may write to the pages that these copies read
             self._staged.clear()
         self._walked, self._queue = deque(pieces), deque(pieces[len(self._staged) :])
 

@@ -116,12 +116,12 @@ class LogitFileWriter:
     def __init__(self, path: Path, tokens: np.ndarray, vocab_size: int) -> None:
         self._path, self._part = path, path.with_name(path.name + ".part")
         self._top1: list[np.ndarray] = []
-        with self._guarded():
-            self._archive = zipfile.ZipFile(self._part, "w", zipfile.ZIP_STORED, allowZip64=True)
-            self._put("tokens", tokens.astype(np.int32))
-            self._stream = self._archive.open("logits.npy", "w", force_zip64=True)
-            header = {"descr": "<f4", "fortran_order": False, "shape": (len(tokens), vocab_size)}
-            np.lib.format.write_array_header_2_0(self._stream, header)
+        try:
+            with self._guarded():
+                self._begin(tokens, vocab_size)
+        except BaseException:
+            self._part.unlink(missing_ok=True)
+            raise
 
     def __enter__(self) -> "LogitFileWriter":
         return self
@@ -143,6 +143,13 @@ class LogitFileWriter:
         with self._guarded():
             self._stream.write(np.ascontiguousarray(rows, dtype="<f4").data.cast("B"))
         self._top1.append(rows.argmax(1).astype(np.int32))
+
+    def _begin(self, tokens: np.ndarray, vocab_size: int) -> None:
+        self._archive = zipfile.ZipFile(self._part, "w", zipfile.ZIP_STORED, allowZip64=True)
+        self._put("tokens", tokens.astype(np.int32))
+        self._stream = self._archive.open("logits.npy", "w", force_zip64=True)
+        header = {"descr": "<f4", "fortran_order": False, "shape": (len(tokens), vocab_size)}
+        np.lib.format.write_array_header_2_0(self._stream, header)
 
     def _put(self, name: str, values: np.ndarray) -> None:
         with self._archive.open(f"{name}.npy", "w") as stream:

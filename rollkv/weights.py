@@ -1,6 +1,7 @@
 """GGUF tensors to backend weights: which tensors are loaded as one, and every byte they take."""
 
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,11 +64,12 @@ def load_weights(
     parts = [(name, part) for name, field in _fields(config, tensors).items() for part in field]
     total, done = sum(part.nbytes for _, part in parts), 0
     loaded: dict[str, tuple[Any, ...]] = {}
-    for (name, part), operand in zip(parts, backend.load(part for _, part in parts), strict=True):
-        loaded[name] = (*loaded.get(name, ()), operand)
-        done += part.nbytes
-        if on_progress is not None:
-            on_progress(done, total)
+    with closing(backend.load(part for _, part in parts)) as operands:  # whose threads must have ended when an interrupt frees the memory
+        for (name, part), operand in zip(parts, operands, strict=True):
+            loaded[name] = (*loaded.get(name, ()), operand)
+            done += part.nbytes
+            if on_progress is not None:
+                on_progress(done, total)
 
     def norm(name: str) -> RmsNorm | None:
         return RmsNorm(loaded[name][0], config.rms_norm_eps) if name in loaded else None

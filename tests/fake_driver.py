@@ -15,8 +15,13 @@ _STATUS = {
     100: "CUDA_ERROR_NO_DEVICE",
     304: "CUDA_ERROR_OPERATING_SYSTEM",
     700: "CUDA_ERROR_ILLEGAL_ADDRESS",
+    719: "CUDA_ERROR_LAUNCH_FAILED",
     803: "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH",
 }
+
+
+# These give back what they are given even when they report what failed before.
+_GIVING_BACK = ("cuMemFree", "cuMemHostUnregister", "cuModuleUnload", "cuDevicePrimaryCtxRelease", "cuStreamEndCapture")
 
 
 class _Status(IntEnum):
@@ -54,20 +59,33 @@ class FakeDriver:
         self.launches: list[tuple[tuple[int, ...], list[int]]] = []
         self.early: list[str] = []  # launched with leave to begin before the kernel before it has ended
         self.param_sizes: tuple[int, ...] = ()
-        self._handles = 0
+        self.retained = self._handles = 0
 
     def __getattribute__(self, name: str) -> Any:
         member = object.__getattribute__(self, name)
-        if not name.startswith("cu") or name.startswith("cuGetError"):
+        if not name.startswith("cu") or name.startswith(("cuGetError", "cuuint")):
             return member
 
         def call(*args: Any) -> tuple[Any, ...]:
             self.calls.append((name, args))
-            if name in self.fail:
-                return (self.fail[name], None)
-            return member(*args)
+            status = self.interfere(name) or self.fail.get(name)
+            if status is None:
+                result = member(*args)
+                if int(result[0]) == 0:
+                    self.succeeded(name)
+                return result
+            if name.endswith("Destroy") or name in _GIVING_BACK:
+                member(*args)
+            return (status, None)
 
         return call
+
+    def interfere(self, name: str) -> int | None:
+        """Called before every function: a status that it fails with, or None. May raise."""
+        return None
+
+    def succeeded(self, name: str) -> None:
+        """Called behind every function that did what it should. May raise."""
 
     # -- driver and device -------------------------------------------------------------------------------------------------------
     @staticmethod
@@ -104,10 +122,15 @@ class FakeDriver:
     def cuDeviceTotalMem(self, device: int) -> tuple[int, int]:
         return 0, self.device_limit
 
+    def cuDevicePrimaryCtxGetState(self, device: int) -> tuple[int, int, int]:
+        return 0, 0, int(self.retained > 0)
+
     def cuDevicePrimaryCtxRetain(self, device: int) -> tuple[int, int]:
+        self.retained += 1
         return 0, 77
 
     def cuDevicePrimaryCtxRelease(self, device: int) -> tuple[int]:
+        self.retained -= 1
         return (0,)
 
     def cuCtxSetCurrent(self, context: int) -> tuple[int]:
@@ -170,6 +193,16 @@ class FakeDriver:
 
     def cuEventElapsedTime(self, begin: int, end: int) -> tuple[int, float]:
         return 0, 1.5
+
+    CUstreamCaptureMode = int
+
+    cuStreamBeginCapture = cuGraphDestroy = cuGraphExecDestroy = cuGraphLaunch = _done
+
+    def cuStreamEndCapture(self, stream: int) -> tuple[int, int]:
+        return self._handle(0)
+
+    def cuGraphInstantiate(self, graph: int, flags: int) -> tuple[int, int]:
+        return self._handle(0)
 
     def cuModuleLoadData(self, image: bytes) -> tuple[int, int]:
         return 0, 5

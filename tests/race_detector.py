@@ -4,6 +4,8 @@ Vector clocks (Fidge 1988, Mattern 1989): a stream counts its own work; an event
 waited for; a wait takes the larger of each count.
 """
 
+from collections.abc import Callable
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -31,6 +33,14 @@ class RaceDetector(HostBackend):
     def wait(self, stream: Stream, event: Any) -> None:
         for other, count in event.items():
             self._clocks[stream][other] = max(self._clocks[stream][other], count)
+
+    def synchronize(self) -> None:
+        """What comes later comes behind everything so far, on every stream."""
+        super().synchronize()
+        joined = {stream: max(clock[stream] for clock in self._clocks.values()) for stream in Stream}
+        self._clocks = {stream: dict(joined) for stream in Stream}
+        for past in (self._writes, self._reads, self._kept):
+            past.clear()
 
     def copy_in(self, run: PageRun, host: np.ndarray) -> None:
         self._begin(Stream.COPY_IN)
@@ -92,3 +102,75 @@ class RaceDetector(HostBackend):
             self._writes[place] = (stream, clock[stream])
         else:
             self._reads.setdefault(place, {})[stream] = clock[stream]
+
+
+class _Recorded(Enum):
+    COPIES = 0
+
+
+class Recording(RaceDetector):
+    """Records steps as a device does, so that generation runs ahead: a replay does what was issued while it was recorded, in that order, and waits
+    for nothing else. Its copies in are a stream of their own: ordered against others by the recorded waits and by COMPUTE alone."""
+
+    can_record = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._tape: list[tuple[str, tuple[Any, ...], dict[str, Any], object]] | None = None
+        self._streams: dict[Stream, Any] = {stream: stream for stream in Stream}  # under which clock a stream goes now
+        for clock in self._clocks.values():
+            clock[_Recorded.COPIES] = 0  # type: ignore[index]
+        self._clocks[_Recorded.COPIES] = dict.fromkeys(self._clocks[Stream.COMPUTE], 0)  # type: ignore[index]
+        self.replays = 0
+
+    def _begin(self, stream: Stream) -> None:
+        super()._begin(self._streams[stream])
+
+    def _touch(self, stream: Stream, page: np.ndarray, write: bool) -> None:
+        super()._touch(self._streams[stream], page, write)
+
+    def record(self, stream: Stream) -> Any:
+        return super().record(self._streams[stream])
+
+    def wait(self, stream: Stream, event: Any) -> None:
+        super().wait(self._streams[stream], event)
+
+    def capture(self, work: Callable[[], None]) -> Any:
+        self._tape = tape = []
+        try:
+            work()
+        finally:
+            self._tape = None
+        return tape
+
+    def replay(self, graph: Any) -> None:
+        self.replays += 1
+        events: dict[object, Any] = {}
+        self._streams[Stream.COPY_IN] = _Recorded.COPIES
+        for name, args, options, event in graph:
+            if name == "wait":
+                assert args[1] in events, "a recorded step waits for what is not recorded"
+                self.wait(args[0], events[args[1]])
+            else:
+                events[event] = getattr(self, name)(*args, **options)
+        self._streams[Stream.COPY_IN] = Stream.COPY_IN
+
+    def release(self, graph: Any) -> None:
+        pass
+
+    def __getattribute__(self, name: str) -> Any:
+        method, tape = super().__getattribute__(name), super().__getattribute__("__dict__").get("_tape")
+        if tape is None or name not in _ISSUED:
+            return method
+
+        def issue(*args: Any, **options: Any) -> object:
+            tape.append((name, args, options, event := object()))
+            return event
+
+        return issue
+
+
+_ISSUED = (
+    *("record", "wait", "copy_in", "copy_out", "copy_page"),
+    *("embed", "linear", "feed_forward", "rope_table", "append", "attend_step", "attend_tile", "add", "choose"),
+)

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,17 @@ from rollkv.cuda.copies import Copies, Events, Notes, SlotRing, pieces
 from rollkv.cuda.device import DeviceArray, Launcher, Pointer, TensorMap, check_array
 from rollkv.cuda.driver import DriverCalls, find_device
 from rollkv.cuda.environment import probe
-from rollkv.cuda.memory import GRANULE_BYTES, NUM_NOTES, NUM_SLOTS, DeviceMemory, HostChunk, HostPages, PinnedMemory, slots_bytes
+from rollkv.cuda.memory import (
+    GRANULE_BYTES,
+    NUM_NOTES,
+    NUM_SLOTS,
+    SLOT_BYTES,
+    DeviceMemory,
+    HostChunk,
+    HostPages,
+    PinnedMemory,
+    slots_bytes,
+)
 from rollkv.cuda.nvml import ProcessMemory, pcie_link
 from rollkv.cuda.nvrtc import CubinCache, KernelError, KernelSpec
 from rollkv.errors import DeviceError, OutOfMemoryError
@@ -204,7 +215,7 @@ def test_pinned_chunks_hold_whole_pages() -> None:
     pages = memory.pages("tail", 23, 3 * MIB)
     _check_chunks(pages, 23)
     assert [chunk.num_pages for chunk in pages.chunks] == [3] * 7 + [2]
-    assert memory.pinned_bytes == 69 * MIB
+    assert memory.pinned_bytes == 69 * MIB + slots_bytes(SLOT_BYTES)
     large = memory.pages("one page is larger than a chunk", 2, 12 * MIB)
     assert [chunk.num_pages for chunk in large.chunks] == [1, 1]
     memory.close()
@@ -224,6 +235,51 @@ def test_pinning_falls_back_to_smaller_chunks_and_then_says_that_memory_is_pagea
     assert memory.has_pageable
     memory.pages("KV tail, layer 4", 4, MIB)
     assert len(said) == 1 and "KV tail, layer 3" in said[0] and "pinned buffer" in said[0]
+
+
+class _Refusing(FakeDriver):
+    """Pins only as `allows(number of the call, its bytes)` says."""
+
+    def __init__(self, allows: Callable[[int, int], bool]) -> None:
+        super().__init__()
+        self.allows = allows
+
+    def cuMemHostRegister(self, address: int, size: int, flags: int) -> tuple[int]:
+        number = sum(name == "cuMemHostRegister" for name, _ in self.calls)
+        return super().cuMemHostRegister(address, size, flags) if self.allows(number, size) else (304,)
+
+
+@pytest.mark.parametrize(
+    ("allows", "pages"),
+    [
+        (lambda number, size: size <= 8 * MIB, [8] * 5),
+        (
+            lambda number, size: number != 4,
+            [16, 16, 4, 4],
+        ),  # the slots are the first, so this is the third chunk, which was to take what is left
+    ],
+    ids=["large chunks", "third chunk"],
+)
+def test_refused_chunks_are_asked_for_in_smaller_pieces(monkeypatch: pytest.MonkeyPatch, allows: Any, pages: list[int]) -> None:
+    """Everything is pinned at last, so there is nothing to warn of."""
+    monkeypatch.setattr("rollkv.cuda.memory.SLOT_BYTES", MIB // 2)
+    driver = _Refusing(allows)
+    memory = PinnedMemory(DriverCalls(driver), 16 * MIB, pytest.fail)
+    tail = memory.pages("tail", 40, MIB)
+    _check_chunks(tail, 40)
+    assert [chunk.num_pages for chunk in tail.chunks] == pages and not memory.has_pageable
+    memory.close()
+    assert not driver.pinned
+
+
+def test_a_pageable_tail_is_told_with_its_price(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All chunks refused: all pages behind the slots."""
+    monkeypatch.setattr("rollkv.cuda.memory.SLOT_BYTES", MIB // 2)
+    said: list[str] = []
+    memory = PinnedMemory(DriverCalls(_Refusing(lambda number, _: number == 1)), 16 * MIB, said.append)
+    (chunk,) = memory.pages("KV tail, layer 0", 40, MIB).chunks
+    assert not chunk.pinned and memory.pinned_bytes == slots_bytes(MIB // 2)
+    assert len(said) == 1 and "40.0 MiB of KV tail, layer 0" in said[0] and "at about 9 GB/s" in said[0] and "\n" not in said[0]
 
 
 def test_without_any_pinned_memory_the_run_is_refused() -> None:

@@ -1,7 +1,6 @@
 """Generation a step behind the device: the ids are those of one step at a time, and a caller may stop at any of them."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -9,7 +8,6 @@ import pytest
 
 import engines
 import race_detector
-from rollkv.backend import Stream
 from rollkv.config import SamplingParams
 from rollkv.errors import CheckFailed, DeviceError, UsageError
 from rollkv.sampling import choose
@@ -19,77 +17,16 @@ PAGE = 16
 SAMPLED = SamplingParams(temperature=0.9, top_k=50, top_p=0.98, repeat_penalty=1.2, repeat_last=20, seed=3)
 
 
-ISSUED = ("embed", "linear", "feed_forward", "rope_table", "append", "attend_step", "add", "choose", "copy_in", "copy_out", "copy_page")
-
-
-class Recording(race_detector.RaceDetector):
-    """Records steps as a device does, so that generation runs ahead: what a step issues is kept and issued again as it is, its copies on a stream of
-    their own, which is ordered against others by the recorded waits and by COMPUTE alone."""
-
-    can_record = True
+class Recording(race_detector.Recording):
+    """Counts the choices."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._streams: dict[Any, Any] = {stream: stream for stream in Stream}  # what a stream is called now
-        self._clocks["recorded copies"] = dict.fromkeys(Stream, 0)  # type: ignore[index]
-        for clock in self._clocks.values():
-            clock["recorded copies"] = 0  # type: ignore[index]
-        self._log: list[tuple[str, tuple[Any, ...], dict[str, Any]]] | None = None
         self.choices = 0
-        self.replays = 0
-        for name in ISSUED:
-            setattr(self, name, partial(self._keep_or_do, name))
 
-    def _keep_or_do(self, name: str, *operands: Any, **options: Any) -> None:
-        if self._log is not None:
-            self._log.append((name, operands, options))
-            return
-        self.choices += name == "choose"
-        getattr(super(), name)(*operands, **options)
-
-    def _begin(self, stream: Stream) -> None:
-        super()._begin(self._streams[stream])
-
-    def _touch(self, stream: Stream, page: np.ndarray, write: bool) -> None:
-        super()._touch(self._streams[stream], page, write)
-
-    def record(self, stream: Stream) -> Any:
-        if self._log is None:
-            return super().record(self._streams[stream])
-        event: list[Any] = []  # filled at every replay
-        self._log.append(("record", (stream, event), {}))
-        return event
-
-    def wait(self, stream: Stream, event: Any) -> None:
-        if self._log is None:
-            assert isinstance(event, dict), "a wait for an event of a recording"
-            super().wait(self._streams[stream], event)
-        else:
-            assert isinstance(event, list), "a recorded wait for an event from outside"
-            self._log.append(("wait", (stream, event), {}))
-
-    def capture(self, work: Callable[[], None]) -> Any:
-        self._log = []
-        try:
-            work()
-            return self._log
-        finally:
-            self._log = None
-
-    def replay(self, graph: Any) -> None:
-        self.replays += 1
-        self._streams[Stream.COPY_IN] = "recorded copies"
-        for name, operands, options in graph:
-            if name == "record":
-                operands[1][:] = [self.record(operands[0])]
-            elif name == "wait":
-                self.wait(operands[0], operands[1][0])
-            else:
-                getattr(self, name)(*operands, **options)
-        self._streams[Stream.COPY_IN] = Stream.COPY_IN
-
-    def release(self, graph: Any) -> None:
-        pass
+    def choose(self, *operands: Any) -> None:
+        self.choices += 1
+        super().choose(*operands)
 
 
 def one_by_one(model: str, prompt: list[int], count: int, sampling: SamplingParams) -> list[int]:

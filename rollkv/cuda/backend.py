@@ -4,8 +4,8 @@ Everything is issued asynchronously; `read` and `synchronize` wait. Device memor
 until `clear`; in between nothing allocates. Used from the thread that made it.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing, contextmanager, suppress
 from types import TracebackType
 from typing import Any, cast
 
@@ -191,14 +191,15 @@ class CudaBackend(Operations):
             self.synchronize()
             raise
 
-    def load(self, parts: Iterable[Loadable]) -> Iterator[CudaWeight | DeviceArray]:
+    def load(self, parts: Iterable[Loadable]) -> Generator[CudaWeight | DeviceArray, None, None]:
         """Host memory stays at the size of the pinned slots."""
         if self._slab is None:
             raise ValueError("load: call reserve_linear first")
         pairs = [(part, place(part, lambda *what: _take(self._weights, *what))) for part in parts]
         loader = WeightLoader(self._calls, self._context.streams, self._events, self.launcher, self._slots, self._slab)
-        for _, (_, target) in zip(loader.load(pairs), pairs, strict=True):
-            yield target
+        with closing(loader.load(pairs)) as loaded:
+            for _, (_, target) in zip(loaded, pairs, strict=True):
+                yield target
 
     def host_pages(self, label: str, num_pages: int, page_bytes: int) -> HostPages:
         return self._pinned.pages(label, num_pages, page_bytes)
@@ -249,9 +250,18 @@ class CudaBackend(Operations):
         self._context.synchronize(self.launcher.last_launched)
 
     def close(self) -> None:
-        """Waits for what is under way, then frees everything. Safe after errors and interrupts; a second call ends what the first began."""
+        """Waits for what is under way, then frees everything. Safe after errors and interrupts; one that comes meanwhile is raised when all is
+        freed. May be called twice."""
         if self._closed:
             return
+        try:
+            self._close()
+        except KeyboardInterrupt:
+            self._close()
+            raise
+
+    def _close(self) -> None:
+        """Every part forgets a thing before it frees it, so this may break off anywhere and begin again."""
         with suppress(DeviceError):
             self.synchronize()
         self._clear()

@@ -3,12 +3,13 @@
 The primary context is shared with libraries that go through the CUDA runtime (cuBLAS). It is current on the thread that opened it.
 """
 
+from contextlib import suppress
 from typing import Any
 
 from rollkv.backend import Stream
 from rollkv.cuda.driver import DeviceFacts, DriverCalls
 from rollkv.cuda.nvml import ProcessMemory
-from rollkv.errors import DeviceError, OutOfMemoryError
+from rollkv.errors import DeviceError, OutOfMemoryError, RollkvError
 from rollkv.units import format_size
 
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: no implicit order against the default stream
@@ -25,19 +26,24 @@ class Context:
         self._device = calls("cuDeviceGet", facts.index)
         self._watch = ProcessMemory(facts.pci_bus_id)
         self._used_before = self._watch.device_used_bytes() or 0
-        context = calls.unless_out_of_memory("cuDevicePrimaryCtxRetain", self._device, what=f"the context on device {facts.index}")
-        if context is None:
-            raise OutOfMemoryError(
-                f"device {facts.index} ({facts.name}, {format_size(facts.total_bytes)}) has no memory left for a CUDA context; free device memory"
-            )
-        self._retained = True
+        was_active = self._is_active()
         try:
+            context = calls.unless_out_of_memory("cuDevicePrimaryCtxRetain", self._device, what=f"the context on device {facts.index}")
+            if context is None:
+                raise OutOfMemoryError(
+                    f"device {facts.index} ({facts.name}, {format_size(facts.total_bytes)}) has no memory left for a CUDA context; "
+                    "free device memory"
+                )
+            self._retained = True
             calls("cuCtxSetCurrent", context)
             for stream in Stream:
                 self.streams[stream] = calls("cuStreamCreate", _NON_BLOCKING)
             self._watch.identify()
             self.context_bytes = self.used_bytes()
         except BaseException:
+            # To retain takes a third of a second, and an interrupt meanwhile is raised when it has been done.
+            with suppress(RollkvError):
+                self._retained = self._retained or (not was_active and self._is_active())
             self.close()
             raise
 
@@ -64,6 +70,10 @@ class Context:
                 raise DeviceError(
                     f"the device failed on stream {stream.name} with {name} ({text}){kernel}; run it again under compute-sanitizer"
                 )
+
+    def _is_active(self) -> bool:
+        """Whether the primary context exists, ours or not."""
+        return bool(self._calls("cuDevicePrimaryCtxGetState", self._device)[1])
 
     def close(self) -> None:
         """Destroys the streams and releases the context. May be called twice, also after the device has failed."""

@@ -19,7 +19,6 @@ from rollkv.backend import Stream
 from rollkv.config import DTYPE_BYTES, Dtype
 from rollkv.cuda.driver import DriverCalls
 from rollkv.cuda.nvrtc import Cubin, CubinCache, KernelError, KernelSpec
-from rollkv.errors import DeviceError
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,11 +160,14 @@ class Launcher:
 
     def prepare(self, specs: Iterable[KernelSpec]) -> None:
         """Compiles and loads the instances ahead, so that the memory of their code is taken now. Several compile at a time. Raises
-        KernelError, DeviceError."""
+        KernelError, DeviceError, OutOfMemoryError. A failure or an interrupt waits for those that compile now, not for all."""
         missing = [spec for spec in dict.fromkeys(specs) if spec.expression not in self._kernels]
         with ThreadPoolExecutor(_COMPILERS) as threads:
-            for spec, cubin in zip(missing, threads.map(self._cubin, missing), strict=True):
-                self._load(spec, cubin)
+            try:
+                for spec, cubin in zip(missing, threads.map(self._cubin, missing), strict=True):
+                    self._load(spec, cubin)
+            finally:
+                threads.shutdown(cancel_futures=True)
 
     def launch(
         self,
@@ -255,7 +257,8 @@ class Launcher:
         if name in ("CUDA_ERROR_INVALID_VALUE", "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES"):
             raise KernelError(f"{where} cannot be launched: {name} ({text})")
         before = f"; the kernel before it was {self.last_launched}" if self.last_launched else ""
-        raise DeviceError(f"the device failed with {name} ({text}) at the launch of {where}{before}; run it again under compute-sanitizer")
+        message = f"the device failed with {name} ({text}) at the launch of {where}{before}; run it again under compute-sanitizer"
+        raise self._calls.error(message, status)
 
 
 def _encode_planes(calls: DriverCalls, address: int, rows: int, columns: int, box_rows: int) -> TensorMap:

@@ -10,7 +10,7 @@ from typing import Any
 from cuda.bindings import driver as _bindings
 
 from rollkv.backend import GpuFacts
-from rollkv.errors import DeviceError
+from rollkv.errors import DeviceError, OutOfMemoryError, RollkvError
 
 MIN_CAPABILITY = (8, 0)
 HOST_HINT = "or run with --backend host"
@@ -43,8 +43,13 @@ class DriverError(DeviceError):
         self.status = status
 
 
+class DriverMemoryError(OutOfMemoryError):
+    """A driver call failed for lack of memory: the device's or the host's own, whatever it was that the call makes."""
+
+
 class DriverCalls:
-    """The driver's functions without their status codes: `calls("cuMemAlloc", n)` returns the value or raises DriverError."""
+    """The driver's functions without their status codes: `calls("cuMemAlloc", n)` returns the value or raises DriverError, or
+    DriverMemoryError for lack of memory."""
 
     def __init__(self, bindings: Any = _bindings):
         self.bindings = bindings
@@ -53,17 +58,19 @@ class DriverCalls:
         result = getattr(self.bindings, function)(*args)
         status = int(result[0])
         if status != 0:
-            raise DriverError(self._describe(function, status, what), status)
+            raise self.error(self._describe(function, status, what), status)
         return None if len(result) == 1 else result[1] if len(result) == 2 else result[1:]
 
     def unless_out_of_memory(self, function: str, *args: Any, what: str = "") -> Any:
         """The value, or None when the driver has no memory for it. Other failures raise DriverError."""
         try:
             return self(function, *args, what=what)
-        except DriverError as error:
-            if error.status != _OUT_OF_MEMORY:
-                raise
+        except DriverMemoryError:
             return None
+
+    def error(self, message: str, status: int) -> RollkvError:
+        """Of the kind of a status that is not success."""
+        return DriverMemoryError(message) if status == _OUT_OF_MEMORY else DriverError(message, status)
 
     def status_text(self, status: int) -> tuple[str, str]:
         """("CUDA_ERROR_ILLEGAL_ADDRESS", "an illegal memory access was encountered")."""
@@ -72,9 +79,8 @@ class DriverCalls:
 
     def _describe(self, function: str, status: int, what: str) -> str:
         name, text = self.status_text(status)
-        return (
-            f"{what + ': ' if what else ''}the CUDA call {function} failed with {name} ({text}); rollkv --env shows the state of the device"
-        )
+        advice = "free device memory, or lower --vram-target" if status == _OUT_OF_MEMORY else "rollkv --env shows the state of the device"
+        return f"{what + ': ' if what else ''}the CUDA call {function} failed with {name} ({text}); {advice}"
 
 
 def _text(result: tuple[Any, ...]) -> str:

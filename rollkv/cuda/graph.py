@@ -21,9 +21,9 @@ class Graph:
 
     def close(self) -> None:
         """May be called twice. The graph must not be running."""
-        if self._executable is not None:
-            self._calls.bindings.cuGraphExecDestroy(self._executable)
-            self._executable = None
+        executable, self._executable = self._executable, None
+        if executable is not None:
+            self._calls.bindings.cuGraphExecDestroy(executable)
 
 
 def capture(calls: DriverCalls, stream: Any, work: Callable[[], None]) -> Graph:

@@ -9,8 +9,9 @@ its region, and what is set by hand, which alone passes through the slot.
 import ctypes
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +24,7 @@ from rollkv.cuda.driver import DriverCalls
 from rollkv.cuda.kernels import repack, synth_noise
 from rollkv.cuda.memory import NUM_SLOTS
 from rollkv.cuda.weights_gpu import CudaWeight
-from rollkv.errors import OutOfMemoryError
+from rollkv.errors import DeviceError, OutOfMemoryError
 from rollkv.gguf_header import TensorData
 from rollkv.quants import TILE_ROWS, dequantise
 from rollkv.synth import SynthTensor
@@ -95,7 +96,7 @@ class WeightLoader:
     _repacked: dict[int, Event] = field(default_factory=dict)  # region: behind the repacking that read it last
     _region: int = 0
 
-    def load(self, pairs: Iterable[tuple[Loadable, CudaWeight | DeviceArray]]) -> Iterator[Loadable]:
+    def load(self, pairs: Iterable[tuple[Loadable, CudaWeight | DeviceArray]]) -> Generator[Loadable, None, None]:
         """Loads each part into its target, a matrix or an f32 vector, and yields it when all of its work is issued: later COMPUTE work
         finds it whole. Holds slots between the items: go to the end, or close the iterator."""
         self.events.wait(Stream.COPY_IN, self.events.record(Stream.COMPUTE))  # which may still be at work in the slab
@@ -113,7 +114,7 @@ class WeightLoader:
             finally:
                 for _, slot, filling, _ in ahead:  # left early: what was being filled goes nowhere
                     filling.cancel()
-                    self.slots.busy_until(slot, self.events.record(Stream.COPY_IN))
+                    self._give_back_at_last(slot)
 
     def _cut(self, part: Loadable, target: CudaWeight | DeviceArray) -> Iterator[_Piece]:
         if isinstance(target, DeviceArray):
@@ -142,10 +143,20 @@ class WeightLoader:
                 self.events.wait(Stream.COMPUTE, self.events.record(Stream.COPY_IN))
             else:
                 self._issue_rows(piece, piece.target, runs, address)
-        finally:
-            self.slots.busy_until(slot, self.events.record(Stream.COPY_IN))
+        except BaseException:
+            self._give_back_at_last(slot)
+            raise
+        self._give_back(slot)
         if piece.last:
             yield piece.part
+
+    def _give_back(self, slot: int) -> None:
+        self.slots.busy_until(slot, self.events.record(Stream.COPY_IN))
+
+    def _give_back_at_last(self, slot: int) -> None:
+        """Behind a failure, which is the one to tell of if the device is lost."""
+        with suppress(DeviceError):
+            self._give_back(slot)
 
     def _issue_rows(self, piece: _Piece, weight: CudaWeight, runs: tuple[_Run, ...], address: int) -> None:
         row_bytes = repack.row_bytes(weight)

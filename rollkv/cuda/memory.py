@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rollkv.cuda.driver import DriverCalls, DriverError
+from rollkv.cuda.driver import DriverCalls, DriverError, DriverMemoryError
 from rollkv.errors import OutOfMemoryError
 from rollkv.units import MIB, format_size, round_up
 from rollkv.workspace import ALIGNMENT, GRANULE_BYTES
@@ -23,13 +23,14 @@ HOST_CHUNK_BYTES = 256 * MIB
 SLOT_BYTES = 8 * MIB  # of a pinned slot: a copy of 8 MiB reaches 97 % of the link's rate
 NUM_SLOTS = 12  # 8 threads fill them: 31 GB/s out of the page cache; 23 with 8 slots and 6 threads
 NOTE_BYTES, NUM_NOTES = 64, 8
+PAGEABLE_GBPS = 9  # a copy by one thread, docs/performance.md
 _SMALLEST_SLOT_BYTES = MIB // 4
 _SMALLEST_CHUNK_BYTES = 4 * MIB
 _TOUCH_BYTES = 16 * MIB  # that one thread touches at a time
 _TOUCH_THREADS = 4  # 1 thread has pages made at 1.9 GB/s, 4 at 4.8, 8 at 5.4
-# Statuses with which drivers refuse to pin: invalid value, out of memory, operating system, not supported, unknown. Driver calls
-# leave no error behind that would have to be cleared; all others mean that the device is lost and are raised.
-_CANNOT_PIN = (1, 2, 304, 801, 999)
+# Statuses with which drivers refuse to pin, besides lack of memory: invalid value, operating system, not supported, unknown. Driver
+# calls leave no error behind that would have to be cleared; all others mean that the device is lost and are raised.
+_CANNOT_PIN = (1, 304, 801, 999)
 
 
 @dataclass
@@ -165,11 +166,16 @@ class PinnedMemory:
         self._pageable: list[np.ndarray] = []
         self._slots: Slots | None = None
         self._warned = False
-        self.pinned_bytes = 0
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Of pages and slots."""
+        return sum(len(memory) for _, memory in self._pinned)
 
     def pages(self, label: str, num_pages: int, page_bytes: int) -> HostPages:
         """Memory of num_pages pages: pinned chunks of about chunk_bytes, smaller ones where these cannot be had, and at last pageable
         memory, which is said aloud. Raises OutOfMemoryError when the host has none of it."""
+        self.slots()  # first: pages that took all that can be pinned would leave none to load weights through
         chunks: list[HostChunk] = []
         done, at_once = 0, max(1, self._chunk_bytes // page_bytes)
         while done < num_pages and at_once > 0:
@@ -212,23 +218,18 @@ class PinnedMemory:
     def free_pages(self) -> None:
         """Frees what `pages` gave; the slots stay. No copy may be under way."""
         slots = None if self._slots is None else self._slots.addresses[0]
-        kept = [(address, memory) for address, memory in self._pinned if address == slots]
-        for address, memory in self._pinned:
-            if address != slots:
-                self._unpin(address, memory)
-        self._pinned = kept
+        for pinned in [pinned for pinned in self._pinned if pinned[0] != slots]:
+            self._unpin(*pinned)
         self._pageable.clear()
 
     def close(self) -> None:
         """Frees everything; a new start may follow. May be called twice. No copy may be under way."""
-        self.free_pages()
-        while self._pinned:
-            self._unpin(*self._pinned.pop())
         self._slots = None
+        self.free_pages()
 
     def _unpin(self, address: int, memory: mmap.mmap) -> None:
+        self._pinned.remove((address, memory))
         self._calls.bindings.cuMemHostUnregister(address)
-        self.pinned_bytes -= len(memory)
         memory.close()
 
     def _pin(self, num_bytes: int) -> int | None:
@@ -242,13 +243,12 @@ class PinnedMemory:
         try:
             _touch(address, num_bytes)
             self._calls("cuMemHostRegister", address, num_bytes, 0)
-        except DriverError as error:
+        except (DriverError, DriverMemoryError) as error:
             memory.close()
-            if error.status not in _CANNOT_PIN:
+            if isinstance(error, DriverError) and error.status not in _CANNOT_PIN:
                 raise
             return None
         self._pinned.append((address, memory))
-        self.pinned_bytes += num_bytes
         return address
 
     def _pageable_chunk(self, label: str, first_page: int, num_pages: int, page_bytes: int) -> HostChunk:
@@ -258,12 +258,12 @@ class PinnedMemory:
         except MemoryError as error:
             raise OutOfMemoryError(f"host memory is too small: {label} needs another {format_size(num_bytes)}; lower --ctx-size") from error
         self._pageable.append(memory)
-        self.slots()
         if not self._warned:
             self._warned = True
             self._warn(
                 f"only {format_size(self.pinned_bytes)} of host memory can be pinned: {format_size(num_bytes)} of {label}, and what follows it, "
-                "pass through a pinned buffer, which is slower; free host memory or raise the container's limit"
+                f"pass through a pinned buffer, which one CPU thread fills at about {PAGEABLE_GBPS} GB/s however fast the link is (55 on PCIe 5 x16), "
+                "and decode steps are issued one by one; free host memory or raise the container's limit"
             )
         return HostChunk(memory.ctypes.data, first_page, num_pages, pinned=False)
 

@@ -1,6 +1,6 @@
 """A run's steps gone through without a device: which kernels they launch, and which products they ask the vendor library for."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from typing import Any
 
 import numpy as np
@@ -68,7 +68,7 @@ class Rehearsal(Operations):
     def write(self, array: DeviceArray, values: np.ndarray) -> None:
         pass
 
-    def load(self, parts: Iterable[Loadable]) -> Iterator[CudaWeight | DeviceArray]:
+    def load(self, parts: Iterable[Loadable]) -> Generator[CudaWeight | DeviceArray, None, None]:
         for part in parts:
             target = place(part, self.empty)
             if isinstance(target, CudaWeight):

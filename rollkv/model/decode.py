@@ -52,7 +52,7 @@ class Decoder:
         if repeats and model.backend.can_record and not self._has(pages, sampling):
             self._record(pages, sampling, run)
         if self._recorded is not None and self._has(pages, sampling) and cache.is_staged(pages):
-            cache.await_staged()
+            cache.settle()  # a step over these pages that ran directly, as the first of a sequence does, leaves copies on their way
             model.backend.replay(self._recorded.graph)
             cache.mark_ring_busy()
             cache.copied_in_bytes += self._recorded.copied_in_bytes

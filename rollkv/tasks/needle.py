@@ -4,17 +4,19 @@ What a found needle shows: attention reached its cells, wherever they lay. What 
 a damaged tail can pass. Yields rows, prints nothing.
 """
 
+import errno
 import json
+import os
 import re
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
 from rollkv.engine import Engine, Progress
-from rollkv.errors import UsageError
+from rollkv.errors import OutOfMemoryError, UsageError
 from rollkv.metrics import wilson_interval
 from rollkv.pages import pages_for
 from rollkv.tasks.generate import Generation, TextModel, TextRequest
@@ -182,21 +184,30 @@ def read_finished(path: Path, identity: Mapping[str, object]) -> tuple[dict[Cell
 
 @contextmanager
 def appending(path: Path | None) -> Iterator[Callable[[str], None]]:
-    """A function that appends a line to the file at once, so that an interrupt loses none; without a path it does nothing. A last line that
-    an interrupt broke is ended first. Raises UsageError."""
+    """A function that appends a line to the file at once and whole, so that an interrupt loses none; without a path it does nothing. A last
+    line that a crash broke is ended first. Raises UsageError, OutOfMemoryError when the disk is full."""
     if path is None:
         yield lambda line: None
         return
     try:
         broken = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
-        stream = path.open("a", encoding="utf-8")
+        stream = path.open("ab", buffering=0)  # what a full disk refused must not be written again when the file is closed
     except OSError as error:
         raise UsageError(f"--out {path}: cannot write it: {error.strerror or error}; name a file in a folder that exists") from error
     with stream:
 
         def append(line: str) -> None:
-            stream.write(line)
-            stream.flush()
+            size, rest = path.stat().st_size, line.encode()
+            try:
+                while rest:
+                    rest = rest[stream.write(rest) :]
+            except BaseException as error:
+                with suppress(OSError):
+                    os.truncate(path, size)
+                if not isinstance(error, OSError):
+                    raise
+                kind = OutOfMemoryError if error.errno in (errno.ENOSPC, errno.EDQUOT) else UsageError
+                raise kind(f"--out {path}: cannot write it: {error.strerror or error}; free space, or name another place") from error
 
         if broken:
             append("\n")

@@ -301,6 +301,17 @@ def test_a_disk_that_is_too_small_is_told_before_the_model_loads(tmp_path, monke
         equiv.check_disk(tmp_path / "no" / "x.npz", 2, 100)
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")])
+def test_a_file_that_cannot_even_be_begun_leaves_none(tmp_path, monkeypatch, error):
+    def fails(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(np.lib.format, "write_array_header_2_0", fails)
+    with pytest.raises(KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else OutOfMemoryError):
+        LogitFileWriter(tmp_path / "kept.npz", np.arange(3), 5)
+    assert list(tmp_path.iterdir()) == []
+
+
 # -- the command ---------------------------------------------------------------------------------------------------------------
 
 

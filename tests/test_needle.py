@@ -1,6 +1,7 @@
 """needle: prompts that fit exactly, what counts as found, grids on an engine that reads its prompt or loses part of it, resuming."""
 
 import json
+import resource
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from rollkv.host_backend import HostBackend
 from rollkv.roofline import ASSUMED, StepCost
 from rollkv.tasks.generate import TextModel, open_text_model
 from rollkv.tasks.haystack import NeedleRequest, build_haystack, check_request, make_needle, smallest_length
-from rollkv.tasks.needle import judge, read_finished, verdict
+from rollkv.tasks.needle import appending, judge, read_finished, verdict
 from rollkv.tokenizer import Tokenizer
 
 LLAMA = Path(__file__).parent / "fixtures" / "llama.gguf"
@@ -408,3 +409,21 @@ def test_the_picture(engine, capsys, tmp_path):
     for wrong in (tmp_path / "grid.doc", tmp_path / "no" / "grid.png"):
         with pytest.raises(UsageError, match="--plot"):
             plots.check(wrong)
+
+
+@pytest.fixture
+def file_limit():
+    """Lets no file grow beyond a size, as a full disk does."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda num_bytes: resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_row_that_the_disk_cannot_hold_is_not_begun(tmp_path, file_limit):
+    out = tmp_path / "rows.jsonl"
+    with appending(out) as append:
+        append('{"whole": 1}\n')
+        file_limit(20)
+        with pytest.raises(UsageError, match=r"rows\.jsonl: cannot write it.*free space"):
+            append('{"whole": 2}\n')
+    assert out.read_text() == '{"whole": 1}\n'

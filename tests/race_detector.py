@@ -37,8 +37,8 @@ class RaceDetector(HostBackend):
     def synchronize(self) -> None:
         """What comes later comes behind everything so far, on every stream."""
         super().synchronize()
-        joined = {stream: max(clock[stream] for clock in self._clocks.values()) for stream in Stream}
-        self._clocks = {stream: dict(joined) for stream in Stream}
+        joined = {stream: max(clock[stream] for clock in self._clocks.values()) for stream in self._clocks}
+        self._clocks = {stream: dict(joined) for stream in joined}
         for past in (self._writes, self._reads, self._kept):
             past.clear()
 

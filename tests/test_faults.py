@@ -231,7 +231,7 @@ def test_threads_that_fill_slots_have_ended_before_these_are_freed(
     def fill(self: Any, *args: Any) -> Any:
         nonlocal filling
         filling += 1
-        time.sleep(0.02)
+        time.sleep(0.02 * filling)  # so that one is at work when another has arrived
         try:
             return plain(self, *args)
         finally:

@@ -96,5 +96,5 @@ def test_without_memory_to_spare_rates_are_assumed(
 
     monkeypatch.setattr(ceilings, "measure_rates", full)
     assumed, said = planned(capsys)
-    assert assumed["link_origin"] == "assumed" and "the ceilings cannot be measured: no room" in said
+    assert assumed["link_origin"] == "assumed" and "link and device memory cannot be measured: no room" in said
     assert RatesCache().load(GPU.card) is None

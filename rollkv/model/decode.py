@@ -6,11 +6,13 @@ directly: it moves pages that the recorded one does not.
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from rollkv.backend import Array
 from rollkv.config import SamplingParams
+from rollkv.errors import DeviceError
 from rollkv.model.forward import choose, forward, logits, step_at
 from rollkv.model.step import Model
 from rollkv.pages import StepPages
@@ -84,7 +86,8 @@ class Decoder:
             graph = backend.capture(isolated)
             self._recorded = _Recorded(pages, sampling, graph, cache.copied_in_bytes - before)
         except BaseException:
-            cache.forget_step()
+            with suppress(DeviceError):  # a device that is lost fails here too, and what failed first is what matters
+                cache.forget_step()
             raise
         finally:
             cache.copied_in_bytes = before

@@ -89,14 +89,12 @@ class KVCache:
         self._steps = self.plan(position, num_tokens)
         self._begin(self._pieces(self._steps))
         if num_tokens == 1 and position + 1 < self.ctx_size and not any(step.completed for step in self._steps):
-            self._queue += self._pieces(self.plan(position + 1, 1))
+            self._queue += self._first_pieces(self.plan(position + 1, 1))
         self._issue_copies()
 
     def is_staged(self, pages: tuple[StepPages, ...]) -> bool:
         """Whether the ring holds what the end of a step leaves there for a next step over these pages."""
-        pieces = self._pieces(pages)
-        slots = {piece.slot for piece in pieces}
-        return not self._walked and [piece for piece, _ in self._staged.values()] == list(pieces[: len(slots)])
+        return not self._walked and tuple(piece for piece, _ in self._staged.values()) == self._first_pieces(pages)
 
     def forget(self) -> None:
         """The sequence ends, wherever a step was broken off. No copy may be under way."""
@@ -254,6 +252,10 @@ class KVCache:
         if tails not in self._planned:  # every step asks for the same, thousands of pieces in a long context
             self._planned = {tails: plan_pieces(dict(zip(self._full, tails, strict=True)), self._ring_shape)}
         return self._planned[tails]
+
+    def _first_pieces(self, steps: tuple[StepPages, ...]) -> tuple[Piece, ...]:
+        """Those that the ring holds before a step begins: the first ones fill it."""
+        return self._pieces(steps)[: self._ring_shape.num_slots] if self._ring_shape else ()
 
     def _write_through(self, layer: int, step: StepPages) -> None:
         if not step.completed:

@@ -51,13 +51,14 @@ class Decoder:
         # The first step over these pages runs directly: it loads what recording must not load. So does one that cannot stage the next, the last of
         # the context: a recorded step takes the ring as it leaves it.
         repeats = pages == self._last and not any(layer.completed for layer in pages) and position + 1 < cache.ctx_size
-        if repeats and model.backend.can_record and not self._has(pages, sampling):
+        if repeats and model.backend.can_record and self._recorded_for(pages, sampling) is None:
             self._record(pages, sampling, run)
-        if self._recorded is not None and self._has(pages, sampling) and cache.is_staged(pages):
+        recorded = self._recorded_for(pages, sampling)
+        if recorded is not None and cache.is_staged(pages):
             cache.settle()  # a step over these pages that ran directly, as the first of a sequence does, leaves copies on their way
-            model.backend.replay(self._recorded.graph)
+            model.backend.replay(recorded.graph)
             cache.mark_ring_busy()
-            cache.copied_in_bytes += self._recorded.copied_in_bytes
+            cache.copied_in_bytes += recorded.copied_in_bytes
         else:
             run()
         self._last = pages
@@ -69,8 +70,9 @@ class Decoder:
             self._model.backend.release(self._recorded.graph)
         self._recorded = self._last = None
 
-    def _has(self, pages: tuple[StepPages, ...], sampling: SamplingParams | None) -> bool:
-        return self._recorded is not None and self._recorded.pages == pages and self._recorded.sampling == sampling
+    def _recorded_for(self, pages: tuple[StepPages, ...], sampling: SamplingParams | None) -> _Recorded | None:
+        recorded = self._recorded
+        return recorded if recorded is not None and (recorded.pages, recorded.sampling) == (pages, sampling) else None
 
     def _record(self, pages: tuple[StepPages, ...], sampling: SamplingParams | None, run: Callable[[], None]) -> None:
         cache, backend = self._model.cache, self._model.backend

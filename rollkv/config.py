@@ -13,6 +13,24 @@ DTYPE_BYTES: dict[str, int] = {"f32": 4, "f16": 2, "bf16": 2, "i32": 4, "u8": 1}
 
 
 @dataclass(frozen=True)
+class DualChunk:
+    """Dual chunk attention (An et al., arXiv 2402.17463): rotations by which no key is further than chunk_cells away, however long the context.
+
+    Cells are numbered anew every stride_cells. Keys stand where their number says and are never rotated again; the query's place depends on how many
+    chunks back a key lies: its own number in its own chunk, min(number + stride, chunk_cells) in the one before, min(2 stride - 1, chunk_cells) in
+    all older ones.
+    """
+
+    chunk_cells: int  # the largest distance
+    local_cells: int  # the newest cells, whose distances are true
+    original_context: int  # behind which scores are raised by the square of 1 + 0.1 ln(length / original_context)
+
+    @property
+    def stride_cells(self) -> int:
+        return self.chunk_cells - self.local_cells
+
+
+@dataclass(frozen=True)
 class RopeConfig:
     """Rotary position embedding of one kind of layer."""
 
@@ -26,6 +44,7 @@ class RopeConfig:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     frequency_factors: tuple[float, ...] | None = None  # dim/2 divisors of the frequencies (llama-3 style)
+    dual_chunk: DualChunk | None = None  # never together with yarn, whose place it takes
 
 
 @dataclass(frozen=True)

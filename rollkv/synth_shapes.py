@@ -109,6 +109,7 @@ def parse_spec(text: str) -> SynthShape:
     values: dict[str, Any] = {"qtype": qtype}
     for option in options:
         key, equals, value = option.partition("=")
+        key = key.replace("-", "_")
         if key not in (*KEYS, "architecture") or not equals:
             raise UsageError(f"{text}: {option!r} is no option; write key=value with the keys architecture, {', '.join(KEYS)}")
         if key in values:

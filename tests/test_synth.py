@@ -249,7 +249,7 @@ def test_a_matrix_of_a_public_shape(qtype: str) -> None:
         ("synth:tiny,architecture=phi3", "'phi3' is not known for synthetic models; known are llama, qwen2, qwen3, gemma3"),
         ("synth:tiny,layers=1", "layers=1 cannot be built"),
         ("synth:tiny,architecture=gemma3,layers=5", "give 6 to"),
-        ("synth:tiny,heads=6,kv_heads=4", "6 heads are no multiple of 4 kv_heads"),
+        ("synth:tiny,heads=6,kv-heads=4", "6 heads are no multiple of 4 kv_heads"),
         ("synth:tiny,head_dim=72", "no multiple of 16"),
         ("synth:tiny,head_dim=48", "give 64 to 256"),
         ("synth:tiny:Q4_K,hidden=288", "comes in blocks of 256 columns"),

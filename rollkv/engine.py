@@ -12,6 +12,7 @@ import numpy as np
 from rollkv.backend import Array, Backend
 from rollkv.budget import Budget, DeviceOverhead, check_host_tail, plan_budget
 from rollkv.config import CacheConfig, ModelConfig, SamplingParams
+from rollkv.dual_chunk import DualChunkRequest, dual_chunk_of, with_dual_chunk
 from rollkv.errors import CheckFailed, DeviceError, OutOfMemoryError, UsageError
 from rollkv.gguf_file import GgufFile
 from rollkv.gguf_header import TensorData
@@ -108,14 +109,16 @@ class Engine:
         phases.ends("weights")
         self._begin()
 
-    def replan(self, cache: CacheConfig, vram_target: int | None = None) -> None:
-        """Plans and takes everything but the weights anew, as a fresh load with this configuration would, and forgets the sequence.
+    def replan(self, cache: CacheConfig, vram_target: int | None = None, config: ModelConfig | None = None) -> None:
+        """Plans and takes everything but the weights anew, as a fresh load with this configuration would, and forgets the sequence. config: the
+        same model with other rotations (with_dual_chunk); None: those it has.
 
         Raises OutOfMemoryError and UsageError as `load` does; the engine then holds weights alone, and waits for another plan or `close`.
         """
         self._decoder.close()
         self.backend.clear()
         self.backend.limit(vram_target)
+        self.config = config or self.config
         budget = plan_on(self.backend, self.config, self._tensors, cache, vram_target, self.budget.rates)
         self.backend.reserve(run_bytes=budget.run_bytes)
         self._allocate(_settled(cache, budget), budget)
@@ -366,16 +369,19 @@ class Engine:
         return self._position - tail, tail
 
 
-def plan(path: str | Path, cache: CacheConfig, *, vram_target: int | None = None, rates: Bandwidths = ASSUMED) -> Budget:
-    """The budget of a run from the header alone; touches no device. Raises what loading would raise."""
+def plan(
+    path: str | Path, cache: CacheConfig, *, config: ModelConfig | None = None, vram_target: int | None = None, rates: Bandwidths = ASSUMED
+) -> Budget:
+    """The budget of a run from the header alone; touches no device. config: as for `load`. Raises what loading would raise."""
     with open_model(path) as file:
-        return _budget(model_config(file), file.tensors, cache, vram_target, None, rates)
+        return _budget(config or _as_declared(file, cache), file.tensors, cache, vram_target, None, rates)
 
 
 def load(
     path: str | Path,
     cache: CacheConfig,
     *,
+    config: ModelConfig | None = None,
     vram_target: int | None = None,
     backend: BackendName = "auto",
     device: int = 0,
@@ -387,6 +393,7 @@ def load(
 ) -> Engine:
     """Opens a model and allocates everything; refuses before the weights load whatever would not fit.
 
+    config: the model of the file, with the rotations that with_dual_chunk gave it; None: with those that the file declares.
     vram_target: bytes this process may hold on the device, context included; None: what is free. portable: the CUDA kernels that
     every card can run, not those for this one. `warn` takes one-line messages, `phases` the time of each part of loading. rates: of the
     machine, by which window and ring are chosen; None: those measured before, if any.
@@ -394,7 +401,7 @@ def load(
     """
     phases = phases or Phases()
     with open_model(path) as file:
-        config = model_config(file)
+        config = config or _as_declared(file, cache)
         phases.ends("header")
         check_length(config, cache.ctx_size, path, warn)
         machine = _open_backend(backend, device, vram_target, portable, warn)
@@ -410,9 +417,16 @@ def load(
 
 
 def check_length(config: ModelConfig, ctx_size: int, path: str | Path, warn: Callable[[str], None]) -> None:
-    """Warns of a context that is longer than the model was trained for."""
-    if ctx_size > config.context_length:
-        warn(f"the context of {ctx_size} cells is longer than the {config.context_length} that {config.name or path} was trained for")
+    """Warns of a context in which keys may be further away than the model was trained for."""
+    dual = dual_chunk_of(config)
+    furthest, chunks = (ctx_size, "") if dual is None else (min(ctx_size, dual.chunk_cells), f" in chunks of {dual.chunk_cells}")
+    if furthest > config.context_length:
+        model = config.name or path
+        warn(f"the context of {ctx_size} cells{chunks} is longer than the {config.context_length} that {model} was trained for")
+
+
+def _as_declared(file: GgufFile, cache: CacheConfig) -> ModelConfig:
+    return with_dual_chunk(model_config(file), DualChunkRequest(), cache.page_cells)
 
 
 def load_on(

@@ -93,7 +93,9 @@ def trained_length(config: ModelConfig) -> int:
 def declared_by(config: ModelConfig) -> Declared:
     """What the model's own file says; config: as that file describes it."""
     yarn = yarn_of(config)
-    return Declared(config.declared_dual_chunk) if yarn is None else Declared(config.declared_dual_chunk, yarn.factor, yarn.original_context)
+    return (
+        Declared(config.declared_dual_chunk) if yarn is None else Declared(config.declared_dual_chunk, yarn.factor, yarn.original_context)
+    )
 
 
 def short_words(config: ModelConfig) -> str:

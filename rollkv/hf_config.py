@@ -18,7 +18,6 @@ _MODEL_TYPES = {"llama": ("llama", "mistral"), "qwen2": ("qwen2",), "qwen3": ("q
 Fields = dict[str, Any]
 
 
-
 def read_hf_config(path: Path, config: ModelConfig) -> Declared:
     """The document at `path`, which is to be of this model. The original context is the trained length where it does not tell.
 
@@ -105,7 +104,9 @@ class _Document:
         return value
 
     def wrong(self, name: str, value: object, wanted: str) -> NoReturn:
-        raise ModelFileError(f"{self.owner}: {name} is {_brief(value)}, {wanted} was expected; give the config.json of the model as it was published")
+        raise ModelFileError(
+            f"{self.owner}: {name} is {_brief(value)}, {wanted} was expected; give the config.json of the model as it was published"
+        )
 
 
 def _brief(value: object) -> str:

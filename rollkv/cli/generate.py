@@ -171,6 +171,8 @@ def _describe_prompt(model: "TextModel", prompt_tokens: list[int]) -> None:
         return ", ".join(f"{token} {model.tokenizer.piece(token)!r}" for token in ids)
 
     config = model.config
-    report.note(f"{model.path}: {config.architecture}, {config.num_layers} layers, trained for {config.context_length} cells, {short_words(config)}")
+    report.note(
+        f"{model.path}: {config.architecture}, {config.num_layers} layers, trained for {config.context_length} cells, {short_words(config)}"
+    )
     report.note(f"prompt of {len(prompt_tokens)} tokens, beginning with {shown(prompt_tokens[:10])}")
     report.note(f"stop tokens: {shown(sorted(model.tokenizer.stop_ids)) or 'none'}")

@@ -13,7 +13,12 @@ if TYPE_CHECKING:
 
 _SHOWN_ITEMS = 8
 _SHOWN_CHARACTERS = 60
-_DUAL_CHUNK_SIZES = (("chunk", "chunk_cells"), ("local", "local_cells"), ("stride", "stride_cells"), ("original context", "original_context"))
+_DUAL_CHUNK_SIZES = (
+    ("chunk", "chunk_cells"),
+    ("local", "local_cells"),
+    ("stride", "stride_cells"),
+    ("original context", "original_context"),
+)
 
 
 def info(

@@ -11,7 +11,13 @@ if TYPE_CHECKING:
 
 
 def positioned(
-    config: "ModelConfig", cache: "CacheConfig", dca: str, chunk: int | None, local: int | None, original: int | None, hf_config: Path | None
+    config: "ModelConfig",
+    cache: "CacheConfig",
+    dca: str,
+    chunk: int | None,
+    local: int | None,
+    original: int | None,
+    hf_config: Path | None,
 ) -> "ModelConfig":
     """The model of a file with the rotations that the options ask for. Raises UsageError, ModelFileError and UnsupportedModelError."""
     return variants(config, cache, (dca,), chunk, local, original, hf_config)[0]

@@ -73,7 +73,7 @@ def test_cells_are_rounded_to_nearest_and_nothing_else_changes(cuda: Any, form: 
     q = special_values(rng, (num_tokens, 2 * heads * key_dim))
     layer = LayerConfig(2 * heads, heads, key_dim, value_dim, RopeConfig(dim=16, style="halves"))
     qkv, out = cuda.upload("qkv", np.concatenate([q, k, v], axis=1)), cuda.upload("q", np.full_like(q, np.nan))
-    cuda.append(Projected(qkv, layer, None, None, at.view((num_tokens, 0, 2), "f32")), at, runs, page, position, out)  # nothing turns
+    cuda.append(Projected(qkv, layer, None, None, at.view((1, num_tokens, 0, 2), "f32")), at, runs, page, position, 0, out)  # nothing turns
     np.testing.assert_array_equal(cuda.read(out), q)
     for pool, wanted in zip(pools, expected, strict=True):
         np.testing.assert_array_equal(cuda.read(pool), wanted)
@@ -147,10 +147,10 @@ def run_of(first_page: int, num_pages: int, slots: int = 8) -> PageRun:
     ],
 )
 def test_runs_that_leave_a_cell_out_are_refused(runs: tuple[PageRun, ...], position: int, message: str) -> None:
-    qkv, q, table = (DeviceArray(4096, shape, "f32") for shape in ((4, 512), (4, 256), (4, 32, 2)))
+    qkv, q, table = (DeviceArray(4096, shape, "f32") for shape in ((4, 512), (4, 256), (1, 4, 32, 2)))
     projected = Projected(qkv, LayerConfig(4, 2, 64, 64, RopeConfig(dim=64, style="halves")), None, None, table)
     with pytest.raises(KernelError, match=message):
-        qkv_append.qkv_append(NoLauncher(), projected, DeviceArray(4096, (1,), "i32"), runs, PAGE, position, q)  # type: ignore[arg-type]
+        qkv_append.qkv_append(NoLauncher(), projected, DeviceArray(4096, (1,), "i32"), runs, PAGE, position, 0, q)  # type: ignore[arg-type]
 
 
 def test_every_head_has_one_warp() -> None:

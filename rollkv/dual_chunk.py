@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from rollkv.config import DEFAULT_PAGE_CELLS, DualChunk, ModelConfig, RopeConfig
-from rollkv.errors import UnsupportedModelError, UsageError
+from rollkv.errors import UsageError
+from rollkv.rope import check_dual_chunks
 
 Mode = Literal["auto", "on", "off"]
 
@@ -58,19 +59,14 @@ def with_dual_chunk(config: ModelConfig, request: DualChunkRequest, page_cells: 
     dual = _dual_chunk(config, request, page_cells)
     if dual is None:
         return config
-    _check_sizes(dual, page_cells)
-    layers = []
-    for layer in config.layers:
-        if layer.sliding_window is None:
-            if layer.rope.dim < layer.key_dim:
-                raise UnsupportedModelError(
-                    f"of the {layer.key_dim} elements of a head only {layer.rope.dim} are rotated, which dual chunk attention is not computed for; "
-                    "leave it out with --dca off"
-                )
-            layer = replace(layer, rope=replace(_unscaled(layer.rope), dual_chunk=dual))
-        layers.append(layer)
-    if dual_chunk_of(changed := replace(config, layers=tuple(layers))) is None:
-        raise UsageError("all layers of this model have sliding windows, so dual chunk attention changes nothing; leave out --dca")
+    layers = tuple(
+        replace(layer, rope=replace(_unscaled(layer.rope), dual_chunk=dual)) if layer.sliding_window is None else layer
+        for layer in config.layers
+    )
+    changed = replace(config, layers=layers)
+    if dual_chunk_of(changed) is None:
+        raise UsageError("all layers of this model have sliding windows, so dual chunk attention changes nothing; leave it out with --dca off")
+    check_dual_chunks(changed, page_cells)
     return changed
 
 
@@ -169,18 +165,3 @@ def _dual_chunk(config: ModelConfig, request: DualChunkRequest, page_cells: int)
 def _unscaled(rope: RopeConfig) -> RopeConfig:
     """The rotation without YaRN's interpolation and magnitude."""
     return rope if rope.scaling != "yarn" else RopeConfig(rope.dim, rope.style, rope.theta, frequency_factors=rope.frequency_factors)
-
-
-def _check_sizes(dual: DualChunk, page_cells: int) -> None:
-    chunk, local, stride = dual.chunk_cells, dual.local_cells, dual.stride_cells
-    what = f"dual chunk attention with a chunk of {chunk} and {local} local cells"
-    if local < 1:
-        raise UsageError(f"{what}: both must be 1 or more; give --dca-chunk and --dca-local")
-    if stride < 1:
-        raise UsageError(f"{what}: the local cells must be fewer than those of the chunk; raise --dca-chunk or lower --dca-local")
-    if stride % page_cells:
-        near = {max(stride // page_cells, 1) * page_cells, -(-stride // page_cells) * page_cells}
-        raise UsageError(
-            f"{what}: chunk - local, {stride}, is no multiple of the page of {page_cells} cells; with --dca-local {local} take --dca-chunk "
-            f"{' or '.join(str(local + one) for one in sorted(near))}"
-        )

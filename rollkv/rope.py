@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rollkv.config import ModelConfig, RopeConfig
+from rollkv.config import DualChunk, ModelConfig, RopeConfig
 from rollkv.errors import UnsupportedModelError, UsageError
 
 NUM_BANDS = 3
@@ -51,10 +51,9 @@ def rotations(rope: RopeConfig) -> int:
 def check_dual_chunks(config: ModelConfig, page_cells: int) -> None:
     """Raises UnsupportedModelError for a rotation that dual chunk attention cannot be had with, UsageError for numbers that do not go together."""
     for layer in config.layers:
-        rope, chunk = layer.rope, layer.rope.dual_chunk
-        if chunk is None:
+        rope, owner = layer.rope, config.name or config.architecture
+        if rope.dual_chunk is None:
             continue
-        owner = config.name or config.architecture
         if rope.scaling == "yarn":
             raise UnsupportedModelError(
                 f"{owner}: dual chunk attention takes the place of yarn, and the model asks for both; give one of them"
@@ -62,13 +61,24 @@ def check_dual_chunks(config: ModelConfig, page_cells: int) -> None:
         if rope.dim < layer.key_dim:  # what is not turned could not be scaled with it
             raise UnsupportedModelError(
                 f"{owner}: dual chunk attention is supported where heads turn as a whole, and {rope.dim} of {layer.key_dim} elements do; "
-                "run the model without it"
+                "leave it out with --dca off"
             )
-        if chunk.local_cells < 1 or chunk.original_context < 1 or chunk.stride_cells < 1 or chunk.stride_cells % page_cells:
-            raise UsageError(
-                f"dual chunk attention with chunks of {chunk.chunk_cells} cells, {chunk.local_cells} of them local, and an original context of "
-                f"{chunk.original_context}: all must be above 0, and chunk - local a multiple of the page of {page_cells} cells"
-            )
+        _check_sizes(rope.dual_chunk, page_cells)
+
+
+def _check_sizes(dual: DualChunk, page_cells: int) -> None:
+    chunk, local, stride = dual.chunk_cells, dual.local_cells, dual.stride_cells
+    what = f"dual chunk attention with chunks of {chunk} cells, {local} of them local, and an original context of {dual.original_context}"
+    if local < 1 or dual.original_context < 1:
+        raise UsageError(f"{what}: all must be 1 or more; give --dca-chunk and --dca-local")
+    if stride < 1:
+        raise UsageError(f"{what}: local cells must be fewer than a chunk; raise --dca-chunk or lower --dca-local")
+    if stride % page_cells:
+        near = {max(stride // page_cells, 1) * page_cells, -(-stride // page_cells) * page_cells}
+        raise UsageError(
+            f"{what}: chunk - local is {stride}, not a multiple of the page of {page_cells} cells; with --dca-local {local} take --dca-chunk "
+            f"{' or '.join(str(local + one) for one in sorted(near))}"
+        )
 
 
 def rope_frequencies(rope: RopeConfig) -> tuple[np.ndarray, float]:

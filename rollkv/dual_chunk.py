@@ -65,7 +65,9 @@ def with_dual_chunk(config: ModelConfig, request: DualChunkRequest, page_cells: 
     )
     changed = replace(config, layers=layers)
     if dual_chunk_of(changed) is None:
-        raise UsageError("all layers of this model have sliding windows, so dual chunk attention changes nothing; leave it out with --dca off")
+        raise UsageError(
+            "all layers of this model have sliding windows, so dual chunk attention changes nothing; leave it out with --dca off"
+        )
     check_dual_chunks(changed, page_cells)
     return changed
 

@@ -423,7 +423,7 @@ def test_logits_are_compared_on_with_off(capsys: pytest.CaptureFixture[str], tmp
 
 # -- the ladder ----------------------------------------------------------------------------------------------------------------
 
-LADDER = ("ladder", "-m", TINY, "--backend", "host", "-d", 600, "-n", 2, "-r", 1, "--ubatch", 256, *SMALL)
+LADDER = ("ladder", "-m", TINY, "--backend", "host", "-d", 300, "-n", 2, "-r", 1, "--ubatch", 64, *SMALL)
 
 
 def test_a_ladder_climbs_both_on_one_load(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -431,14 +431,14 @@ def test_a_ladder_climbs_both_on_one_load(capsys: pytest.CaptureFixture[str], mo
 
     weights, loads = engine.load_weights, []
     monkeypatch.setattr(engine, "load_weights", lambda *rest: loads.append(rest) or weights(*rest))
-    assert rollkv_command(*LADDER, "--dca", "on,off", "--tail", "0,768KiB", "-o", "jsonl") == 0
+    assert rollkv_command(*LADDER, "--dca", "on,off", "--tail", "0,384KiB", "-o", "jsonl") == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert len(loads) == 1
     assert [(row["line"], row.get("rung"), row["dca"]) for row in rows] == [
         ("rung", "resident", "on"),
         ("rung", "resident", "off"),
-        ("rung", "tail 768.0 KiB", "on"),
-        ("rung", "tail 768.0 KiB", "off"),
+        ("rung", "tail 384.0 KiB", "on"),
+        ("rung", "tail 384.0 KiB", "off"),
         ("summary", None, "on"),
         ("summary", None, "off"),
     ]
@@ -455,7 +455,7 @@ def test_a_ladder_climbs_both_on_one_load(capsys: pytest.CaptureFixture[str], mo
 def test_both_stand_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
     assert rollkv_command(*LADDER, "--dca", "on,off", "--steps", 2) == 0
     text = capsys.readouterr().out
-    assert "synth:tiny, host, DCA 512/256 and DCA off: 600 cells before decode" in text
+    assert "synth:tiny, host, DCA 512/256 and DCA off: 300 cells before decode" in text
     table = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
     headers, rule, *lines = table[: next(index for index, line in enumerate(table[1:], 1) if line[1] == "resident")]
     assert headers == [
@@ -463,8 +463,8 @@ def test_both_stand_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
         "needle, DCA 512/256", "needle, DCA off",
     ]  # fmt: skip
     assert [(line[0], line[1], line[9], line[10]) for line in lines] == [
-        ("resident", "600", "found", "found"),
-        ("tail 768.0 KiB", "600", "found", "found"),
+        ("resident", "300", "found", "found"),
+        ("tail 384.0 KiB", "300", "found", "found"),
     ]
     for line in lines:
         for first, second, ratio in (line[3:6], line[6:9]):
@@ -490,17 +490,17 @@ def test_what_does_not_run_on_one_side_is_empty(capsys: pytest.CaptureFixture[st
     measure = climb._measure
 
     def short_of_memory(engine: Any, rung: Any, *rest: Any) -> Any:
-        if rung.name == "tail 768.0 KiB, DCA off":
+        if rung.name == "tail 384.0 KiB, DCA off":
             raise OutOfMemoryError("no room")
         return measure(engine, rung, *rest)
 
     monkeypatch.setattr(climb, "_measure", short_of_memory)
-    assert rollkv_command(*LADDER, "--dca", "on,off", "--tail", "0,768KiB") == 0
+    assert rollkv_command(*LADDER, "--dca", "on,off", "--tail", "0,384KiB", "--fill", "random") == 0
     out = capsys.readouterr()
-    assert "tail 768.0 KiB, DCA off, depth 600: no room" in out.err
+    assert "tail 384.0 KiB, DCA off, depth 300: no room" in out.err
     line = next(line for line in out.out.splitlines() if line.startswith("| tail"))
     cells = [cell.strip() for cell in line.strip("|").split("|")]
-    assert cells[3] and not cells[4] and not cells[5] and cells[6] and not cells[7] and not cells[8] and cells[9:] == ["found", ""]
+    assert cells[2] == "0.4" and cells[6] and not cells[7] and not cells[8], "a rate on one side, none on the other, no ratio"
 
 
 def test_one_side_that_loses_its_needles_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -509,20 +509,20 @@ def test_one_side_that_loses_its_needles_is_named(capsys: pytest.CaptureFixture[
     repeat = climb._repeat
 
     def lossy(engine: Any, rung: Any, *rest: Any) -> Any:
-        lost = rung.name in ("tail 768.0 KiB, DCA 512/256", "resident, DCA off", "tail 768.0 KiB, DCA off")
+        lost = rung.name in ("tail 384.0 KiB, DCA 512/256", "resident, DCA off", "tail 384.0 KiB, DCA off")
         return replace(repeat(engine, rung, *rest), found=not lost)
 
     monkeypatch.setattr(climb, "_repeat", lossy)
-    assert rollkv_command(*LADDER, "--dca", "on,off", "--tail", "0,768KiB") == 1
+    assert rollkv_command(*LADDER, "--dca", "on,off", "--tail", "0,384KiB", "--fill", "random") == 1
     error = capsys.readouterr().err
-    assert "1 rungs miss a needle that a resident one found: tail 768.0 KiB, DCA 512/256" in error, (
+    assert "1 rungs miss a needle that a resident one found: tail 384.0 KiB, DCA 512/256" in error, (
         "off misses it resident too: that is the model"
     )
 
 
 def test_the_picture_has_both_curves(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    assert rollkv_command(*LADDER, "--dca", "on,off", "--steps", 2, "--plot", tmp_path / "ladder.svg") == 0
+    assert rollkv_command(*LADDER, "--dca", "on,off", "--steps", 2, "--fill", "random", "--plot", tmp_path / "ladder.svg") == 0
     picture = (tmp_path / "ladder.svg").read_text()
     assert "<!-- measured, DCA 512/256 -->" in picture and "<!-- measured, DCA off -->" in picture
 
@@ -531,8 +531,8 @@ def test_the_picture_has_both_curves(capsys: pytest.CaptureFixture[str], tmp_pat
 
 
 def test_an_engine_changes_its_rotations_as_a_fresh_one_would_have_them() -> None:
-    cache = cache_config(600, ubatch=128, residency="full")
-    tokens = np.random.default_rng(3).integers(1, 500, 600).tolist()
+    cache = cache_config(300, ubatch=128, residency="full")
+    tokens = np.random.default_rng(3).integers(1, 500, 300).tolist()
     with open_model(TINY) as file:
         plain = model_config(file)
     dual = with_dual_chunk(plain, DualChunkRequest("on", 512, 256))
@@ -547,7 +547,7 @@ def test_an_engine_changes_its_rotations_as_a_fresh_one_would_have_them() -> Non
         first = engine.logits(tokens)
         engine.replan(cache, None, plain)
         second = engine.logits(tokens)
-        engine.replan(CacheConfig(600, ubatch=128, residency="window", window_cells=256), None, dual)
+        engine.replan(CacheConfig(300, ubatch=128, residency="window", window_cells=256), None, dual)
         third = engine.logits(tokens)
         engine.replan(cache)
         assert engine.config == dual, "unless told they stay"

@@ -10,7 +10,7 @@ import pytest
 
 from rollkv import reference
 from rollkv.backend import RmsNorm
-from rollkv.config import RopeConfig
+from rollkv.config import DualChunk, RopeConfig
 from rollkv.cuda.kernels import add
 from rollkv.cuda.nvrtc import KernelError
 from rollkv.rope import rotations
@@ -95,12 +95,14 @@ ROPES = [
     RopeConfig(dim=96, style="halves", theta=1e6, scaling="linear", factor=4.0),
     RopeConfig(dim=128, style="halves", theta=1e6, scaling="yarn", factor=4.0, original_context=32768),
     RopeConfig(dim=6, style="interleaved", theta=100.0),
+    RopeConfig(dim=128, style="halves", theta=1e7, dual_chunk=DualChunk(262_144, 8_192, 262_144)),
+    RopeConfig(dim=64, style="interleaved", dual_chunk=DualChunk(2_052, 4, 4_096)),
 ]
 
 
 @gpu
 @pytest.mark.parametrize("position", [0, 4095, 131_071, 1_048_575])
-@pytest.mark.parametrize("config", ROPES, ids=lambda c: f"{c.style} {c.dim} {c.scaling}")
+@pytest.mark.parametrize("config", ROPES, ids=lambda c: f"{c.style} {c.dim} {c.scaling} {c.dual_chunk}")
 def test_rope_table(cuda: Any, config: RopeConfig, position: int) -> None:
     """Within one rounding to float32 of the exact angle, at cell a million as at cell 0."""
     shape = (rotations(config), 19, config.dim // 2, 2)

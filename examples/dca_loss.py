@@ -65,7 +65,11 @@ def main() -> None:
     means = [[float(one[begin:end].mean()) for one in found] for begin, end in ranges]
     names = [short_words(config) for config in configs]
     print(f"{model.path.name}, trained for {trained} cells; {options.text.name}; mean loss of the next token in nats\n")
-    print(tabulate([(f"{begin} to {end}", *row) for (begin, end), row in zip(ranges, means, strict=True)], ["positions", *names], floatfmt=".3f"))
+    print(
+        tabulate(
+            [(f"{begin} to {end}", *row) for (begin, end), row in zip(ranges, means, strict=True)], ["positions", *names], floatfmt=".3f"
+        )
+    )
     within = [row for (_, end), row in zip(ranges, means, strict=True) if end <= trained]
     beyond = [row for (begin, _), row in zip(ranges, means, strict=True) if begin >= trained]
     if within and beyond:

@@ -13,7 +13,7 @@ from rollkv.gguf_header import show
 
 MAX_BYTES = 1 << 20
 _SECTION, _ORIGINAL = "dual_chunk_attention_config", "original_max_position_embeddings"
-_MODEL_TYPES = {"llama": ("llama", "mistral"), "qwen2": ("qwen2",), "qwen3": ("qwen3",), "gemma3": ("gemma3", "gemma3_text")}
+MODEL_TYPES = {"llama": ("llama", "mistral"), "qwen2": ("qwen2",), "qwen3": ("qwen3",), "gemma3": ("gemma3", "gemma3_text")}
 
 Fields = dict[str, Any]
 
@@ -75,7 +75,7 @@ class _Document:
 
     def check_model(self, config: ModelConfig) -> None:
         kind, advice = self.fields.get("model_type"), "give the config.json of this model"
-        if kind is not None and kind not in _MODEL_TYPES[config.architecture]:
+        if kind is not None and kind not in MODEL_TYPES[config.architecture]:
             raise ModelFileError(f"{self.owner}: model_type is {_brief(kind)}, but the model file is {config.architecture}; {advice}")
         sizes = {
             "hidden_size": {config.hidden_size},

@@ -19,8 +19,8 @@ from rollkv.config import CacheConfig, DualChunk, LayerConfig, ModelConfig, Rope
 from rollkv.dual_chunk import DualChunkRequest, declared_by, dual_chunk_of, notes, short_words, with_dual_chunk
 from rollkv.engine import check_length, load
 from rollkv.errors import ModelFileError, UnsupportedModelError, UsageError
-from rollkv.hf_config import MAX_BYTES, hf_dual_chunk, read_hf_config
-from rollkv.model_config import model_config
+from rollkv.hf_config import MAX_BYTES, MODEL_TYPES, hf_dual_chunk, read_hf_config
+from rollkv.model_config import FAMILIES, model_config
 from rollkv.synth import open_model
 from rollkv.tasks.generate import cache_config
 
@@ -251,6 +251,10 @@ def test_a_config_json_that_cannot_be_taken_is_refused(hf: Callable[[object], Pa
     with pytest.raises(ModelFileError, match=words) as caught:
         read_hf_config(hf(document), PLAIN)
     assert "config.json" in str(caught.value) and str(caught.value).isprintable()
+
+
+def test_every_architecture_has_its_names_at_hugging_face() -> None:
+    assert MODEL_TYPES.keys() == FAMILIES.keys()
 
 
 def test_a_config_json_that_cannot_be_read_is_named(tmp_path: Path) -> None:

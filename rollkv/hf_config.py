@@ -13,6 +13,7 @@ from rollkv.gguf_header import show
 
 MAX_BYTES = 1 << 20
 _SECTION, _ORIGINAL = "dual_chunk_attention_config", "original_max_position_embeddings"
+# The model_type of what converters write as each architecture.
 MODEL_TYPES = {"llama": ("llama", "mistral"), "qwen2": ("qwen2",), "qwen3": ("qwen3",), "gemma3": ("gemma3", "gemma3_text")}
 
 Fields = dict[str, Any]

@@ -136,7 +136,8 @@ class KVCache:
         """The runs that attention walks, old to new, the staged tail first, each with its band and whether it is the last. Half a ring of pieces makes a
         run, or two where a band ends: many rows pay for a launch with their state, 49 us for 4,096. Slots are given back when the walk moves on:
         issue the attention over a run before asking for the next."""
-        seen_as = self._bands(layer)
+        seen_as, step = self._bands(layer), self._steps[layer]
+        assert seen_as.of(step.first_page) == 0, "the queries of a step lie in one chunk"
         for run, last in self._places(layer):
             parts = seen_as.split(run.first_page, run.num_pages)
             for band, *pages in parts:

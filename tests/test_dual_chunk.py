@@ -194,8 +194,6 @@ def test_a_prompt_in_several_calls(cuts: tuple[int, ...]) -> None:
         with engines.host_engine(
             "llama", replace(config, residency="full" if window is None else "window", window_cells=window), dual_chunk=CHUNK
         ) as run:
-            run.prefill(tokens[:150])  # a longer sequence before, which must leave nothing
-            run.reset()
             for cut in cuts:
                 found += list(run.logit_rows(tokens[begin : begin + cut], prompt_cells=prompt_cells))
                 begin += cut
@@ -212,8 +210,19 @@ def test_a_prompt_in_several_calls(cuts: tuple[int, ...]) -> None:
         run.prefill(tokens[:10], prompt_cells=161)
 
 
-def test_what_is_not_finite_is_found_in_its_step() -> None:
-    """The last step of a prompt, which ends with a chunk, is the one that is repeated."""
+def test_a_second_sequence_knows_nothing_of_the_first_ones_length() -> None:
+    tokens = engines.fixture("llama")["tokens"].tolist()
+    with engines.host_engine("llama", engines.cache(160), dual_chunk=CHUNK) as engine:
+        fresh = [engine.decode(token) for token in tokens[:20]]
+        for forget in (engine.reset, lambda: engine.replan(engines.cache(160, window=PAGE))):
+            engine.prefill(tokens[20:150])
+            forget()
+            np.testing.assert_array_equal([engine.decode(token) for token in tokens[:20]], fresh)
+            engine.reset()
+
+
+def test_a_step_ends_with_its_chunk() -> None:
+    """Also the one that is repeated when values are not finite: the last of a prompt."""
     with engines.host_engine("llama", engines.cache(160, ubatch=40), dual_chunk=CHUNK) as engine:
         assert [len(part) for _, part in engine._steps(np.arange(100))] == [40, 8, 40, 8, 4]
         engine.prefill(list(range(100)))

@@ -4,7 +4,8 @@
 // Formula   The new cell's key and value go into its page (head_rows.cuh), rounded to the cache's types; then
 //           part_out[page][h] = softmax(scale q[h] . K[cells of the page]) V, part_lse = logarithm of the sum of exponentials, over the
 //           cells visible from position[0]; KV head h / G. A page without a visible cell gives (0, -inf). attn_merge.cuh makes `out` of them.
-// Operands  qkv f32 [H*Dk + Hkv*Dk + Hkv*Dv]; table f32 [pairs][2]; pool bytes [slot][K then V][Hkv][P][D]; part_out f32 [num_parts][H][Dv],
+// Operands  qkv f32 [H*Dk + Hkv*Dk + Hkv*Dv]; table f32 [bands][pairs][2], how the query turns for pages from own_page on, from previous_page on and
+//           older ones (rollkv/rope.py), and key_table f32 [pairs][2]; pool bytes [slot][K then V][Hkv][P][D]; part_out f32 [num_parts][H][Dv],
 //           part_lse f32 [num_parts][H]; out f32 [H*Dv]; page i of the runs is part first_part + i, of the second from run_pages on.
 //           Cells that are not visible may hold NaN: they are never loaded.
 // Mapping   block = (page, KV head, up to 8 of its G heads), 4 warps; each page is reduced by itself in a fixed order, so it does not
@@ -30,7 +31,8 @@ __global__ void __launch_bounds__(kThreads, kHeads <= 4 && sizeof(KeyType) + siz
     const float* qkv,                  // [H*Dk + Hkv*Dk + Hkv*Dv]
     const float* __restrict__ q_norm,  // [Dk] or null
     const float* __restrict__ k_norm,  // [Dk] or null
-    const float* table,                // [pairs][2]
+    const float* table,                // [bands][pairs][2]
+    const float* key_table,            // [pairs][2]
     const int* position,               // [1]
     u8* pool,                          // [num_slots][page_bytes]
     u8* next_pool,                     // [next_slots][page_bytes]
@@ -38,7 +40,7 @@ __global__ void __launch_bounds__(kThreads, kHeads <= 4 && sizeof(KeyType) + siz
     float* part_lse,                   // [num_parts][H]
     u32* arrivals,                     // [H], of which the first Hkv*chunks are used
     float* out,                        // [H*Dv]
-    int num_slots, int first_slot, int run_pages, int next_slots, int next_first_slot, int first_page, int first_part, int num_parts, int pairs, int interleaved, int group,
+    int num_slots, int first_slot, int run_pages, int next_slots, int next_first_slot, int first_page, int first_part, int num_parts, int previous_page, int own_page, int pairs, int interleaved, int group,
     int heads_a_block, int sliding_window, float eps, float scale, int page_cells, int chunks) {
   static_assert(kKeyDim % 16 == 0 && kValueDim % 16 == 0 && kKeyDim <= 256 && kValueDim <= 256 && kHeads <= 8, "unsupported shape");
   constexpr int kRowThreads = kValueDim / 8, kRows = kThreads / kRowThreads;
@@ -49,7 +51,7 @@ __global__ void __launch_bounds__(kThreads, kHeads <= 4 && sizeof(KeyType) + siz
   __shared__ __align__(16) float shared[kFloats];  // queries and scores; at the end the row groups' sums
   __shared__ __align__(16) KeyType new_key[kKeyDim];
   __shared__ __align__(16) ValueType new_value[kValueDim];
-  __shared__ float2 angles[kKeyDim / 2];
+  __shared__ float2 angles[kKeyDim];
   __shared__ float row_m[kHeads], row_l[kHeads];
   float* const queries = shared;               // [heads][Dk]
   float* const scores = shared + kQueryFloats;  // [heads][256]
@@ -77,13 +79,14 @@ __global__ void __launch_bounds__(kThreads, kHeads <= 4 && sizeof(KeyType) + siz
   wait_for_previous();
 
   {
-    load_angles<kThreads>(angles, table, pairs);
+    const int band = (first_page + index < own_page) + (first_page + index < previous_page);
+    load_angles<kThreads>(angles, table + band * pairs * 2, new_row >= 0 ? key_table : nullptr, pairs);
     __syncthreads();
-    const Rotation rotation{angles, pairs, interleaved != 0};
 #pragma unroll 1
     for (int row = warp; row < heads + (new_row >= 0); row += kThreads / 32) {  // the last: the new key
       HeadRow<kKeyDim> x;
       x.load(qkv + i64(row < heads ? head + row : num_heads + kv_head) * kKeyDim);
+      const Rotation rotation{row < heads ? angles : angles + pairs, pairs, interleaved != 0};
       norm_and_turn(x, row < heads ? q_norm : k_norm, eps, rotation, scores + warp * kKeyDim);
 #pragma unroll
       for (int i = 0; i < x.kCount; i++) {

@@ -34,7 +34,8 @@ __global__ void __launch_bounds__(kWarps * 32, leave_room(kBlocks, kDim)) attn_d
     const float* qkv,                  // [H*D + Hkv*D + Hkv*D]
     const float* __restrict__ q_norm,  // [D] or null
     const float* __restrict__ k_norm,  // [D] or null
-    const float* table,                // [pairs][2]
+    const float* table,                // [bands][pairs][2]
+    const float* key_table,            // [pairs][2]
     const int* position,               // [1]
     u8* pool,                          // [num_slots][page_bytes]
     u8* next_pool,                     // [next_slots][page_bytes]
@@ -42,7 +43,7 @@ __global__ void __launch_bounds__(kWarps * 32, leave_room(kBlocks, kDim)) attn_d
     float* part_lse,                   // [num_parts][H]
     u32* arrivals,                     // [H], of which the first Hkv*chunks are used
     float* out,                        // [H*D]
-    int num_slots, int first_slot, int run_pages, int next_slots, int next_first_slot, int first_page, int first_part, int num_parts, int pairs, int interleaved, int group,
+    int num_slots, int first_slot, int run_pages, int next_slots, int next_first_slot, int first_page, int first_part, int num_parts, int previous_page, int own_page, int pairs, int interleaved, int group,
     int heads_a_block, int sliding_window, float eps, float scale) {
   static_assert(kDim % 64 == 0 && kDim <= 256, "unsupported shape");
   constexpr int kThreads = kWarps * 32, kKeyTiles = kTiles / kWarps;  // of a warp
@@ -56,7 +57,7 @@ __global__ void __launch_bounds__(kWarps * 32, leave_room(kBlocks, kDim)) attn_d
   __shared__ __align__(16) Half new_cell[2][kDim];         // key, value
   __shared__ uint2 weights[kTiles][32];                    // P^T of a tile as fragments
   __shared__ float warp_m[kWarps][kHeads], warp_l[kWarps][kHeads], norms[2][kDim];
-  __shared__ float2 angles[kDim / 2];
+  __shared__ float2 angles[kDim];
   auto sums = [&](int share, int h, int d) { return shared + (share * kHeads + h) * (kDim + 4) + d; };
 
   const int chunk = blockIdx.x, kv_head = blockIdx.y, index = blockIdx.z;
@@ -111,7 +112,8 @@ __global__ void __launch_bounds__(kWarps * 32, leave_room(kBlocks, kDim)) attn_d
     const int row = item / (kDim / 4), at = row < heads ? head + row : num_heads + (row - heads) * num_kv_heads + kv_head;
     *reinterpret_cast<float4*>(shared + item * 4) = fresh(reinterpret_cast<const float4*>(qkv + i64(at) * kDim) + item % (kDim / 4));
   }
-  load_angles<kThreads>(angles, table, pairs);
+  const int band = (first_page + index < own_page) + (first_page + index < previous_page);
+  load_angles<kThreads>(angles, table + band * pairs * 2, new_row >= 0 ? key_table : nullptr, pairs);
   __syncthreads();
 #pragma unroll 1
   for (int row = warp; row < max(num_rows, kHeads); row += kWarps) {
@@ -120,7 +122,7 @@ __global__ void __launch_bounds__(kWarps * 32, leave_room(kBlocks, kDim)) attn_d
     if (row <= heads && row < num_rows) {
       const float* norm = row < heads ? q_norm : k_norm;
       if (norm != nullptr) norm = norms[row < heads ? 0 : 1];
-      norm_and_turn(x, norm, eps, Rotation{angles, pairs, interleaved != 0}, shared + row * kDim);
+      norm_and_turn(x, norm, eps, Rotation{row < heads ? angles : angles + pairs, pairs, interleaved != 0}, shared + row * kDim);
     }
 #pragma unroll
     for (int i = 0; i < x.kCount; i++) {

@@ -25,7 +25,7 @@ struct HeadRow {
   static __device__ __forceinline__ int element(int i) { return threadIdx.x % 32 + 32 * i; }
 };
 
-// How far heads turn: all of a token's alike.
+// How far heads turn: all of a token's queries that a block has alike, and so its keys.
 struct Rotation {
   const float2* angles;  // [pairs] (cos, sin), in shared memory
   int pairs;
@@ -37,10 +37,12 @@ struct Rotation {
   __device__ __forceinline__ float2 angle(int d) const { return angles[interleaved ? d / 2 : second(d) ? d - pairs : d]; }
 };
 
-// A block's copy of a token's angles, table [pairs][2]; in use behind a barrier.
+// A block's copy of the angles [pairs][2] of a token's queries, and behind them those of its keys if it has any (else null); in use behind a barrier.
 template <int kThreads>
-__device__ __forceinline__ void load_angles(float2* angles, const float* table, int pairs) {
-  for (int i = threadIdx.x; i < pairs; i += kThreads) angles[i] = fresh(reinterpret_cast<const float2*>(table) + i);
+__device__ __forceinline__ void load_angles(float2* angles, const float* of_queries, const float* of_keys, int pairs) {
+  for (int i = threadIdx.x; i < (of_keys == nullptr ? 1 : 2) * pairs; i += kThreads) {
+    angles[i] = fresh(reinterpret_cast<const float2*>(i < pairs ? of_queries : of_keys) + (i < pairs ? i : i - pairs));
+  }
 }
 
 // Norms (norm: [kDim] or null) and turns a row. `scratch`: kDim floats of shared memory that belong to the warp.

@@ -2,8 +2,8 @@
 // to the cache's types (to nearest, ties to even).
 //
 // Formula   head_rows.cuh; values are stored as they are.
-// Operands  qkv f32 [T][H*Dk + Hkv*Dk + Hkv*Dv]; q_norm, k_norm f32 [Dk] or null; table f32 [T][pairs][2], pairs <= Dk / 2; position i32 [1] = cell of
-//           row 0; pool bytes [slot][K then V][Hkv][P][D]; q f32 [T][H*Dk].
+// Operands  qkv f32 [T][H*Dk + Hkv*Dk + Hkv*Dv]; q_norm, k_norm f32 [Dk] or null; table f32 [T][pairs][2], pairs <= Dk / 2, of queries, and key_table of
+//           keys; position i32 [1] = cell of row 0; pool bytes [slot][K then V][Hkv][P][D]; q f32 [T][H*Dk].
 // Mapping   block (t, 8 heads), a warp a head, its row in shared memory. A launch serves one run of pages; tokens whose cell lies outside it are
 //           left, queries and all, to the launch of another run.
 // Bound     memory: T * (8 H Dk + Hkv (Dk + Dv) * (4 + 2)) bytes with 16-bit caches. A single token is finished where it is attended (attn_decode.cu).
@@ -19,12 +19,13 @@ __global__ void __launch_bounds__(kWarps * 32) qkv_append(
     const float* __restrict__ q_norm,  // [Dk] or null
     const float* __restrict__ k_norm,  // [Dk] or null
     const float* table,                // [T][pairs][2]
+    const float* key_table,            // [T][pairs][2]
     const int* position,               // [1]
     u8* pool,                          // [num_slots][page_bytes]
     float* q,                          // [T][H*Dk]
     int num_slots, int first_slot, int first_page, int num_pages, int num_heads, int num_kv_heads, int page_cells, int pairs, int interleaved, float eps) {
   __shared__ float scratch[kWarps][kKeyDim];
-  __shared__ float2 angles[kKeyDim / 2];
+  __shared__ float2 angles[kKeyDim];
   const int t = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32, head = blockIdx.y * kWarps + warp;
   let_next_begin();
   wait_for_previous();
@@ -32,7 +33,8 @@ __global__ void __launch_bounds__(kWarps * 32) qkv_append(
   const int cell = fresh(position) + t;
   const int page = cell / page_cells - first_page;
   if (cell < 0 || page < 0 || page >= num_pages) return;
-  load_angles<kWarps * 32>(angles, table + i64(t) * pairs * 2, pairs);
+  const i64 first_angle = i64(t) * pairs * 2;
+  load_angles<kWarps * 32>(angles, table + first_angle, key_table + first_angle, pairs);
   __syncthreads();
   if (head >= num_heads + 2 * num_kv_heads) return;
   const KvPages<KeyType, ValueType, kKeyDim, kValueDim> pages{pool, num_slots, first_slot, num_kv_heads, page_cells};
@@ -51,7 +53,7 @@ __global__ void __launch_bounds__(kWarps * 32) qkv_append(
   const float* norm = is_query ? q_norm : k_norm;
   HeadRow<kKeyDim> x;
   x.load(source + head * kKeyDim);
-  norm_and_turn(x, norm, eps, Rotation{angles, pairs, interleaved != 0}, scratch[warp]);
+  norm_and_turn(x, norm, eps, Rotation{is_query ? angles : angles + pairs, pairs, interleaved != 0}, scratch[warp]);
 #pragma unroll
   for (int i = 0; i < x.kCount; i++) {
     const int d = x.element(i);

@@ -23,6 +23,7 @@ from rollkv.cuda.kernels.choose import choose_bytes
 from rollkv.cuda.kernels.linear_rows import linear_rows_bytes
 from rollkv.gguf_file import GgufFile
 from rollkv.model_config import model_config
+from rollkv.rope import rotations
 from rollkv.synth import open_model
 from rollkv.workspace import choice_bytes, qkv_columns
 
@@ -103,8 +104,8 @@ class Bench:
         position = backend.upload("position", np.array([self.cells - 1], np.int32))
         states = self.random(pages, layer.num_heads, layer.value_dim), self.random(pages, layer.num_heads)
         parts = PartStates(0, pages, *states, backend.upload("arrivals", np.zeros(layer.num_heads, np.int32)))
-        table = backend.empty("table", (1, layer.rope.dim // 2, 2), "f32")
-        backend.rope_table(layer.rope, position, table)
+        table = backend.empty("table", (rotations(layer.rope), 1, layer.rope.dim // 2, 2), "f32")
+        backend.rope_table(layer.rope, position, position, table)
         norm = RmsNorm(self.random(layer.key_dim), 1e-6) if self.config.qk_norm else None
         projected = Projected(self.random(1, qkv_columns(layer)), layer, norm, norm, table)
         scale = self.config.attention_scale

@@ -10,7 +10,7 @@ once (the host backend does) or later, but never in an order that record and wai
 """
 
 from collections.abc import Callable, Generator, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Protocol
 
@@ -103,7 +103,7 @@ class Projected:
     layer: LayerConfig
     q_norm: RmsNorm | None  # over every head's Dk columns
     k_norm: RmsNorm | None
-    table: Operand  # f32 [T, dim/2, 2], of rope_table: turns the first dim columns of every head of queries and keys
+    table: Operand  # f32 [R, T, dim/2, 2], of rope_table: turn the first dim columns of every head, of queries by their band, the last one of keys
 
 
 @dataclass(frozen=True)
@@ -115,6 +115,12 @@ class PageRun:
     first_slot: int
     first_page: int
     num_pages: int
+
+    def part(self, first_page: int, num_pages: int) -> "PageRun":
+        """Some of its pages."""
+        return replace(
+            self, first_slot=(self.first_slot + first_page - self.first_page) % self.num_slots, first_page=first_page, num_pages=num_pages
+        )
 
 
 @dataclass(frozen=True)
@@ -295,16 +301,31 @@ class Backend(Protocol):
         paired matrix or two; down [N, F]; out f32 [T, N]; scratch f32 [T, 2 F]. Bits as those of `linear`."""
         ...
 
-    def rope_table(self, rope: RopeConfig, position: Operand, out: Operand) -> None:
-        """out[t] = (cos, sin) of (position[0] + t) * frequency, times the magnitude. position i32 [1]; out f32 [T, dim/2, 2]."""
+    def rope_table(self, rope: RopeConfig, position: Operand, prompt_cells: Operand, out: Operand) -> None:
+        """out[r][t] = (cos, sin) of place * frequency, times the magnitude, for each of the R = rope.rotations(rope) ways in which token t, of cell
+        i = position[0] + t, turns. Without dual chunk attention R is 1 and the place is i. With it the places are those of the query in bands 0 to 2,
+        i mod s, min(i mod s + s, c) and min(2 s - 1, c), and of the key, i mod s, for s = stride_cells, c = chunk_cells; those of the query come
+        times max(1, 1 + 0.1 ln(L / original_context))^2 with L = max(prompt_cells[0], i + 1). position, prompt_cells i32 [1]; out
+        f32 [R, T, dim/2, 2]."""
         ...
 
     def append(
-        self, projected: Projected, position: Operand, runs: tuple[PageRun, ...], page: PageFormat, first_position: int, q: Operand
+        self,
+        projected: Projected,
+        position: Operand,
+        runs: tuple[PageRun, ...],
+        page: PageFormat,
+        first_position: int,
+        band: int,
+        q: Operand,
     ) -> None:
-        """Norms and rotates queries into q, f32 [T, H*Dk], and keys likewise, rounded to the page's types as the values are, into cells
-        first_position + t of the pages of `runs`, which lie in order and cover all of them. position i32 [1] holds first_position on the
+        """Norms and rotates keys, rounded to the page's types as the values are, into cells first_position + t of the pages of `runs`, which lie in
+        order and cover all of them; and queries as for pages of that band into q, f32 [T, H*Dk]. position i32 [1] holds first_position on the
         device."""
+        ...
+
+    def queries(self, projected: Projected, band: int, q: Operand) -> None:
+        """The queries alone, as for pages of another band."""
         ...
 
     def attend_step(
@@ -318,7 +339,7 @@ class Backend(Protocol):
         out: Operand,
     ) -> None:
         """Decode, T = 1: does what `append` does, if the runs hold the page of cell position[0], and attends to the pages of the runs: one, or two that
-        follow each other. A step calls it for all of its pages from old to new; the call whose runs hold the last part merges all of them into out,
+        follow each other, each with the query of its band. The last part is the page of cell position[0]. A step calls it for all of its pages from old to new; the call whose runs hold the last part merges all of them into out,
         f32 [1, H*Dv]. Visible cells end at position[0] and, with layer.sliding_window = W, begin at position[0] - W + 1; a page without a visible cell
         gives the state (0, -inf). Bits depend on the number of parts, not on how pages are divided into runs. A single part needs no state."""
         ...
@@ -337,7 +358,7 @@ class Backend(Protocol):
         last: bool,
         out: Operand,
     ) -> None:
-        """Prefill, T > 1: walks the run's pages from old to new and carries the running state exactly from call to call; `first` starts
+        """Prefill, T > 1: walks the run's pages, all of the band of q, from old to new and carries the running state exactly from call to call; `first` starts
         it, `last` writes out f32 [T, H*Dv]. Query t sees cells up to position[0] + t, and within layer.sliding_window if set.
         state f32 [T, H*(Dv + 8)]: opaque, in a layout of the backend's own."""
         ...

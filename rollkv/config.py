@@ -83,6 +83,7 @@ class ModelConfig:
     post_norms: bool = False  # post_attention_norm and post_ffw_norm before the residual additions
     tied_output: bool = False  # the output matrix is token_embd
     name: str = ""
+    declared_dual_chunk: DualChunk | None = None  # by the file; dual_chunk.py makes rotations of it
 
     @property
     def num_layers(self) -> int:

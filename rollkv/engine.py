@@ -12,6 +12,7 @@ import numpy as np
 from rollkv.backend import Array, Backend
 from rollkv.budget import Budget, DeviceOverhead, check_host_tail, plan_budget
 from rollkv.config import CacheConfig, ModelConfig, SamplingParams
+from rollkv.dual_chunk import DualChunkRequest, dual_chunk_of, with_dual_chunk
 from rollkv.errors import CheckFailed, DeviceError, OutOfMemoryError, UsageError
 from rollkv.gguf_file import GgufFile
 from rollkv.gguf_header import TensorData
@@ -21,12 +22,13 @@ from rollkv.kv_cache import KVCache
 from rollkv.machine_rates import known_bandwidths
 from rollkv.model.decode import Decoder
 from rollkv.model.fill import append_random
-from rollkv.model.forward import choose, enter, forward, logits, move_to
+from rollkv.model.forward import announce, choose, enter, forward, logits, move_to
 from rollkv.model.rehearsal import rehearse
 from rollkv.model.step import Model, take_workspace
 from rollkv.model_config import model_config
 from rollkv.phases import Phases
 from rollkv.roofline import ASSUMED, Bandwidths
+from rollkv.rope import check_dual_chunks
 from rollkv.sampling import check_sampling
 from rollkv.synth import open_model
 from rollkv.ubatch import plan_ubatch, shrunk_words
@@ -108,14 +110,16 @@ class Engine:
         phases.ends("weights")
         self._begin()
 
-    def replan(self, cache: CacheConfig, vram_target: int | None = None) -> None:
-        """Plans and takes everything but the weights anew, as a fresh load with this configuration would, and forgets the sequence.
+    def replan(self, cache: CacheConfig, vram_target: int | None = None, config: ModelConfig | None = None) -> None:
+        """Plans and takes everything but the weights anew, as a fresh load with this configuration would, and forgets the sequence. config: the
+        same model with other rotations (with_dual_chunk); None: those it has.
 
         Raises OutOfMemoryError and UsageError as `load` does; the engine then holds weights alone, and waits for another plan or `close`.
         """
         self._decoder.close()
         self.backend.clear()
         self.backend.limit(vram_target)
+        self.config = config or self.config
         budget = plan_on(self.backend, self.config, self._tensors, cache, vram_target, self.budget.rates)
         self.backend.reserve(run_bytes=budget.run_bytes)
         self._allocate(_settled(cache, budget), budget)
@@ -133,6 +137,7 @@ class Engine:
         self._decoder = Decoder(self._model)
         self.stats = Stats(cap_bytes=self.budget.cap_bytes)
         self._position = 0
+        self._prompt_cells = 0
         self._copied_bytes = 0, 0
 
     @property
@@ -165,11 +170,17 @@ class Engine:
         self.backend.synchronize()
         self._cache.forget()
         self._position = 0
+        self._prompt_cells = 0
+        announce(self._model, 0)
 
-    def prefill(self, tokens: Sequence[int], on_progress: Progress | None = None) -> np.ndarray:
-        """Appends tokens; returns the logits behind the last one, float32 [vocab]. on_progress(tokens done, all tokens)."""
-        ids = self._checked(tokens)
-        return self._finite(self.backend.read(self._prefill(ids, on_progress))[0], ids)
+    def prefill(self, tokens: Sequence[int], on_progress: Progress | None = None, *, prompt_cells: int = 0) -> np.ndarray:
+        """Appends tokens; returns the logits behind the last one, float32 [vocab]. on_progress(tokens done, all tokens).
+
+        prompt_cells: cells of the whole prompt, where it comes in several calls. Dual chunk attention beyond the context that the model was
+        trained for depends on it; elsewhere it changes nothing.
+        """
+        ids = self._checked(tokens, prompt_cells)
+        return self._finite(self.backend.read(self._prefill(ids, prompt_cells, on_progress))[0], ids)
 
     def decode(self, token: int) -> np.ndarray:
         """Appends one token; returns the logits behind it, float32 [vocab]."""
@@ -200,10 +211,11 @@ class Engine:
             append_random(self._model, self._position, count, draw)
             self._advance(count)
 
-    def logit_rows(self, tokens: Sequence[int]) -> Iterator[np.ndarray]:
-        """Appends tokens; yields the logits behind each of them in slices of at most 16 rows, float32 [rows, vocab]."""
-        ids = self._checked(tokens)
-        for _, part in self._ubatches(ids):
+    def logit_rows(self, tokens: Sequence[int], *, prompt_cells: int = 0) -> Iterator[np.ndarray]:
+        """Appends tokens; yields the logits behind each of them in slices of at most 16 rows, float32 [rows, vocab]. prompt_cells as in prefill."""
+        ids = self._checked(tokens, prompt_cells)
+        self._announce(len(ids), prompt_cells)
+        for _, part in self._steps(ids):
             hidden = self._forward(part)
             for start in range(0, len(part), MAX_FEW_ROWS):
                 rows = min(MAX_FEW_ROWS, len(part) - start)
@@ -237,7 +249,7 @@ class Engine:
         self.stats = Stats(len(prompt_ids), cap_bytes=self.budget.cap_bytes)
         start = time.perf_counter()
         ids = self._checked(prompt_ids)
-        row = self._prefill(ids, on_progress)
+        row = self._prefill(ids, len(ids), on_progress)
         move_to(self._model, self._position - 1)
         choose(self._model, row, sampling)
         with closing(self._chosen(self._choice(), ids, sampling, num_tokens)) as chosen:
@@ -291,10 +303,11 @@ class Engine:
         outcome = self.backend.read_later(self._model.workspace["outcome"])
         return _Choice(outcome, (self._cache.copied_in_bytes, self._cache.copied_out_bytes))
 
-    def _prefill(self, ids: np.ndarray, on_progress: Progress | None) -> Array:
+    def _prefill(self, ids: np.ndarray, prompt_cells: int, on_progress: Progress | None) -> Array:
         """Appends ids; the logits behind the last one, f32 [1, vocab]."""
+        self._announce(len(ids), prompt_cells)
         hidden: Array | None = None
-        for begin, part in self._ubatches(ids):
+        for begin, part in self._steps(ids):
             hidden = self._forward(part)
             if on_progress is not None:
                 self.backend.synchronize()
@@ -306,14 +319,19 @@ class Engine:
         self._position += num_cells
         self._copied_bytes = self._cache.copied_in_bytes, self._cache.copied_out_bytes
 
-    def _checked(self, tokens: Sequence[int]) -> np.ndarray:
+    def _announce(self, num_cells: int, prompt_cells: int) -> None:
+        """Tells the device how long the prompt is that these cells are of: up to them, or as long as the caller or an earlier call said."""
+        self._prompt_cells = max(self._prompt_cells, self._position + num_cells, prompt_cells)
+        announce(self._model, self._prompt_cells)
+
+    def _checked(self, tokens: Sequence[int], prompt_cells: int = 0) -> np.ndarray:
         ids = np.asarray(tokens, dtype=np.int64)
         if ids.size == 0:
             raise UsageError("the prompt has no tokens; give at least one")
         wrong = ids[(ids < 0) | (ids >= self.config.vocab_size)]
         if wrong.size:
             raise UsageError(f"token id {wrong[0]} is outside the vocabulary of {self.config.vocab_size}; give ids from 0 on")
-        self._check_room(ids.size)
+        self._check_room(max(ids.size, prompt_cells - self._position))
         return ids.astype(np.int32)
 
     def _check_room(self, num_cells: int) -> None:
@@ -322,9 +340,15 @@ class Engine:
                 f"{self._position} cached cells and {num_cells} more exceed the context of {self.cache_config.ctx_size}; raise --ctx-size"
             )
 
-    def _ubatches(self, ids: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-        for begin in range(0, len(ids), self.cache_config.ubatch):
-            yield begin, ids[begin : begin + self.cache_config.ubatch]
+    def _steps(self, ids: np.ndarray, before: int = 0) -> Iterator[tuple[int, np.ndarray]]:
+        """The ids that each step appends, with how many come before them: a ubatch at most, and none beyond the end of a chunk of dual chunk attention,
+        so that all queries of a step see a page in the same band. The first is appended to all cells but the last `before`."""
+        position, begin = self._position - before, 0
+        chunks = [rope.dual_chunk.stride_cells for rope in self._model.ropes if rope.dual_chunk is not None]
+        while begin < len(ids):
+            end = begin + min(self.cache_config.ubatch, *(stride - (position + begin) % stride for stride in chunks), len(ids) - begin)
+            yield begin, ids[begin:end]
+            begin = end
 
     def _forward(self, ids: np.ndarray) -> Array:
         hidden = forward(self._model, enter(self._model, ids, self._position))
@@ -339,7 +363,7 @@ class Engine:
     def _explain(self, ids: np.ndarray) -> None:
         """Repeats the last step, which appended the end of `ids`, layer by layer and raises CheckFailed naming the first layer whose rows are not
         finite."""
-        ids = ids[(len(ids) - 1) // self.cache_config.ubatch * self.cache_config.ubatch :]
+        *_, (_, ids) = self._steps(ids, before=len(ids))
         position = self._position - len(ids)
 
         def check(index: int, hidden: Array) -> None:
@@ -366,16 +390,19 @@ class Engine:
         return self._position - tail, tail
 
 
-def plan(path: str | Path, cache: CacheConfig, *, vram_target: int | None = None, rates: Bandwidths = ASSUMED) -> Budget:
-    """The budget of a run from the header alone; touches no device. Raises what loading would raise."""
+def plan(
+    path: str | Path, cache: CacheConfig, *, config: ModelConfig | None = None, vram_target: int | None = None, rates: Bandwidths = ASSUMED
+) -> Budget:
+    """The budget of a run from the header alone; touches no device. config: as for `load`. Raises what loading would raise."""
     with open_model(path) as file:
-        return _budget(model_config(file), file.tensors, cache, vram_target, None, rates)
+        return _budget(config or _as_declared(file, cache), file.tensors, cache, vram_target, None, rates)
 
 
 def load(
     path: str | Path,
     cache: CacheConfig,
     *,
+    config: ModelConfig | None = None,
     vram_target: int | None = None,
     backend: BackendName = "auto",
     device: int = 0,
@@ -387,6 +414,7 @@ def load(
 ) -> Engine:
     """Opens a model and allocates everything; refuses before the weights load whatever would not fit.
 
+    config: the model of the file, with the rotations that with_dual_chunk gave it; None: with those that the file declares.
     vram_target: bytes this process may hold on the device, context included; None: what is free. portable: the CUDA kernels that
     every card can run, not those for this one. `warn` takes one-line messages, `phases` the time of each part of loading. rates: of the
     machine, by which window and ring are chosen; None: those measured before, if any.
@@ -394,7 +422,7 @@ def load(
     """
     phases = phases or Phases()
     with open_model(path) as file:
-        config = model_config(file)
+        config = config or _as_declared(file, cache)
         phases.ends("header")
         check_length(config, cache.ctx_size, path, warn)
         machine = _open_backend(backend, device, vram_target, portable, warn)
@@ -410,9 +438,16 @@ def load(
 
 
 def check_length(config: ModelConfig, ctx_size: int, path: str | Path, warn: Callable[[str], None]) -> None:
-    """Warns of a context that is longer than the model was trained for."""
-    if ctx_size > config.context_length:
-        warn(f"the context of {ctx_size} cells is longer than the {config.context_length} that {config.name or path} was trained for")
+    """Warns of a context in which keys may be further away than the model was trained for."""
+    dual = dual_chunk_of(config)
+    furthest, chunks = (ctx_size, "") if dual is None else (min(ctx_size, dual.chunk_cells), f" in chunks of {dual.chunk_cells}")
+    if furthest > config.context_length:
+        model = config.name or path
+        warn(f"the context of {ctx_size} cells{chunks} is longer than the {config.context_length} that {model} was trained for")
+
+
+def _as_declared(file: GgufFile, cache: CacheConfig) -> ModelConfig:
+    return with_dual_chunk(model_config(file), DualChunkRequest(), cache.page_cells)
 
 
 def load_on(
@@ -493,6 +528,7 @@ def _budget(
     overhead: DeviceOverhead | None,
     rates: Bandwidths,
 ) -> Budget:
+    check_dual_chunks(config, cache.page_cells)
     weights = weight_bytes(config, tensors)
 
     def make(cache: CacheConfig) -> Budget:

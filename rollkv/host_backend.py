@@ -16,6 +16,7 @@ from rollkv import reference
 from rollkv.backend import Loadable, PageRun, PartStates, Projected, RmsNorm, Stream
 from rollkv.config import Dtype, LayerConfig, PageFormat, RopeConfig, SamplingParams
 from rollkv.quants import dequantise
+from rollkv.rope import bands
 from rollkv.sampling import choose
 
 
@@ -227,13 +228,21 @@ class HostBackend:
     def _product(self, x: np.ndarray, weights: tuple[HostWeight, ...]) -> np.ndarray:
         return np.concatenate([reference.linear(x, weight.values, None) for weight in weights], axis=1)
 
-    def rope_table(self, rope: RopeConfig, position: HostArray, out: HostArray) -> None:
-        out.values[...] = reference.rope_table(rope, int(position.values[0]), out.shape[0])
+    def rope_table(self, rope: RopeConfig, position: HostArray, prompt_cells: HostArray, out: HostArray) -> None:
+        out.values[...] = reference.rope_table(rope, int(position.values[0]), out.shape[1], int(prompt_cells.values[0]))
 
     def append(
-        self, projected: Projected, position: HostArray, runs: tuple[PageRun, ...], page: PageFormat, first_position: int, q: HostArray
+        self,
+        projected: Projected,
+        position: HostArray,
+        runs: tuple[PageRun, ...],
+        page: PageFormat,
+        first_position: int,
+        band: int,
+        q: HostArray,
     ) -> None:
-        q.values[...], keys, values = self._finish(projected, page)
+        self.queries(projected, band, q)
+        keys, values = self._cells(projected, page)
         done = 0
         for run in runs:
             for index in range(run.num_pages):
@@ -245,15 +254,20 @@ class HostBackend:
                 slot_values[:, cell : cell + count] = _encode(values[done : done + count], page.value_type).swapaxes(0, 1)
                 done += count
 
-    def _finish(self, projected: Projected, page: PageFormat) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Queries [T, H*Dk], keys [T, Hkv, Dk] and values [T, Hkv, Dv], normed and rotated."""
-        layer, qkv = projected.layer, projected.qkv.values
+    def queries(self, projected: Projected, band: int, q: HostArray) -> None:
+        layer = projected.layer
+        x = projected.qkv.values[:, : layer.num_heads * layer.key_dim]
+        x = x if projected.q_norm is None else _normed(x, projected.q_norm)
+        q.values[...] = reference.rope(x, layer.num_heads, projected.table.values[band], layer.rope.style)
+
+    def _cells(self, projected: Projected, page: PageFormat) -> tuple[np.ndarray, np.ndarray]:
+        """Keys [T, Hkv, Dk], normed and rotated, and values [T, Hkv, Dv]."""
+        layer = projected.layer
         queries, cells = layer.num_heads * layer.key_dim, layer.num_kv_heads * layer.key_dim
-        q, k, v = np.split(qkv, [queries, queries + cells], axis=1)
-        q, k = (x if norm is None else _normed(x, norm) for x, norm in ((q, projected.q_norm), (k, projected.k_norm)))
-        table, style = projected.table.values, layer.rope.style
-        keys = reference.rope(k, layer.num_kv_heads, table, style).reshape(-1, page.num_kv_heads, page.key_dim)
-        return reference.rope(q, layer.num_heads, table, style), keys, v.reshape(-1, page.num_kv_heads, page.value_dim)
+        _, k, v = np.split(projected.qkv.values, [queries, queries + cells], axis=1)
+        k = k if projected.k_norm is None else _normed(k, projected.k_norm)
+        keys = reference.rope(k, layer.num_kv_heads, projected.table.values[-1], layer.rope.style)
+        return keys.reshape(-1, page.num_kv_heads, page.key_dim), v.reshape(-1, page.num_kv_heads, page.value_dim)
 
     def attend_step(
         self,
@@ -267,16 +281,19 @@ class HostBackend:
     ) -> None:
         layer, cell = projected.layer, int(position.values[0])
         q = self.empty("q", (1, layer.num_heads * layer.key_dim), "f32")
+        seen_as = bands(layer.rope, page.page_cells, cell // page.page_cells)
         for run in runs:
             newest = cell // page.page_cells - run.first_page  # where the new cell's page stands in the run, if it does
             held = newest in range(run.num_pages)
             holder = PageRun(run.pool, run.num_slots, (run.first_slot + newest) % run.num_slots, run.first_page + newest, int(held))
-            self.append(projected, position, (holder,), page, cell, q)
-            for number, (values, total, maximum) in self._page_parts(q, position, run, layer, page, scale):
-                empty = total[0] == 0
-                with np.errstate(divide="ignore"):
-                    parts.lse.values[number - parts.first_page] = np.where(empty, -np.inf, maximum[0] + np.log(total[0]))
-                parts.out.values[number - parts.first_page] = values[0] / np.where(empty, 1, total[0])[:, None]
+            self.append(projected, position, (holder,), page, cell, 0, q)
+            for band, *pages in seen_as.split(run.first_page, run.num_pages):
+                self.queries(projected, band, q)
+                for number, (values, total, maximum) in self._page_parts(q, position, run.part(*pages), layer, page, scale):
+                    empty = total[0] == 0
+                    with np.errstate(divide="ignore"):
+                        parts.lse.values[number - parts.first_page] = np.where(empty, -np.inf, maximum[0] + np.log(total[0]))
+                    parts.out.values[number - parts.first_page] = values[0] / np.where(empty, 1, total[0])[:, None]
         if runs[-1].first_page + runs[-1].num_pages == parts.first_page + parts.num_parts:
             out.values[...] = self._merged(parts.out.values[: parts.num_parts], parts.lse.values[: parts.num_parts]).reshape(1, -1)
 

@@ -20,6 +20,7 @@ from rollkv.backend import Array, Backend, PageRun, Projected, Stream
 from rollkv.budget import Budget
 from rollkv.config import CacheConfig, LayerConfig, ModelConfig, PageFormat
 from rollkv.pages import FullLayout, Place, Segment, SlidingLayout, StepPages, sliding_ring_pages
+from rollkv.rope import Bands, bands
 from rollkv.stream_plan import Piece, plan_pieces
 
 
@@ -41,6 +42,7 @@ class KVCache:
         self._backend = backend
         self.formats: tuple[PageFormat, ...] = tuple(cache.page_format(layer) for layer in config.layers)
         self._layouts = tuple(_layout(layer, cache, budget) for layer in config.layers)
+        self._ropes = tuple(layer.rope for layer in config.layers)
         self._full = [index for index, layout in enumerate(self._layouts) if isinstance(layout, FullLayout)]
         self._turn = {layer: number % 2 for number, layer in enumerate(self._full)}  # which fresh pool a layer uses
         self._windows = tuple(
@@ -106,14 +108,16 @@ class KVCache:
         """What the current step does to the pages of a layer."""
         return self._steps[layer]
 
-    def append(self, layer: int, projected: Projected, position: Array, first_position: int, q: Array) -> None:
-        """Finishes queries into q, f32 [T, H*Dk], stores the new cells of a layer, and starts the write-through of the pages that they complete.
-        position i32 [1] holds first_position on the device."""
+    def append(self, layer: int, projected: Projected, position: Array, first_position: int, q: Array) -> int:
+        """Stores the new cells of a layer, and starts the write-through of the pages that they complete. Finishes queries into q, f32 [T, H*Dk], for
+        the first band that is walked, which is returned. position i32 [1] holds first_position on the device."""
         step = self._steps[layer]
         self._make_room(layer, step)
         runs = tuple(self._run(layer, segment) for segment in step.appended)
-        self._backend.append(projected, position, runs, self.formats[layer], first_position, q)
+        band = self._bands(layer).of(step.visible[0].first_page)
+        self._backend.append(projected, position, runs, self.formats[layer], first_position, band, q)
         self._write_through(layer, step)
+        return band
 
     def append_and_walk(self, layer: int) -> Iterator[tuple[PageRun, ...]]:
         """Around a single token's attention, which appends it: the runs as `walk` gives them, but the last staged piece together with the window, which
@@ -128,10 +132,19 @@ class KVCache:
             yield (window,)
         self._write_through(layer, step)
 
-    def walk(self, layer: int) -> Iterator[tuple[PageRun, bool]]:
-        """The runs that attention walks, old to new, the staged tail first, each with whether it is the last. Half a ring of pieces makes a run: many
-        rows pay for a launch with their state, 49 us for 4,096. Slots are given back when the walk moves on: issue the attention over a run
-        before asking for the next."""
+    def walk(self, layer: int) -> Iterator[tuple[PageRun, int, bool]]:
+        """The runs that attention walks, old to new, the staged tail first, each with its band and whether it is the last. Half a ring of pieces makes a
+        run, or two where a band ends: many rows pay for a launch with their state, 49 us for 4,096. Slots are given back when the walk moves on:
+        issue the attention over a run before asking for the next."""
+        seen_as, step = self._bands(layer), self._steps[layer]
+        assert seen_as.of(step.first_page) == 0, "the queries of a step lie in one chunk"
+        for run, last in self._places(layer):
+            parts = seen_as.split(run.first_page, run.num_pages)
+            for band, *pages in parts:
+                yield run.part(*pages), band, last and band == parts[-1][0]
+
+    def _places(self, layer: int) -> Iterator[tuple[PageRun, bool]]:
+        """The runs by where they are, each with whether it is the last."""
         visible = self._steps[layer].visible
         for segment in visible:
             if segment.place is Place.TAIL:
@@ -269,6 +282,9 @@ class KVCache:
             self._fresh_free[self._turn[layer]] = self._written[layer]
 
     # -- where pages lie -------------------------------------------------------------------------------------------------------
+    def _bands(self, layer: int) -> Bands:
+        return bands(self._ropes[layer], self.formats[layer].page_cells, self._steps[layer].last_page)
+
     def _run(self, layer: int, segment: Segment) -> PageRun:
         if segment.place is Place.FRESH:
             return self._fresh_pool(layer).run(segment.first_page - self._steps[layer].first_page, segment.first_page, segment.num_pages)

@@ -12,7 +12,7 @@ from typing import Literal, NoReturn
 
 import numpy as np
 
-from rollkv.config import LayerConfig, ModelConfig, RopeConfig
+from rollkv.config import DualChunk, LayerConfig, ModelConfig, RopeConfig
 from rollkv.errors import ModelFileError, UnsupportedModelError
 from rollkv.gguf_file import GgufFile
 from rollkv.gguf_header import show
@@ -144,6 +144,7 @@ def model_config(file: GgufFile) -> ModelConfig:
         post_norms=family.gemma,
         tied_output="output.weight" not in file.tensors,
         name="".join(c for c in _text(file.metadata.get("general.name")) if c.isprintable())[:120],
+        declared_dual_chunk=_dual_chunk(keys),
     )
     _check_tensors(config, file)
     return config
@@ -275,6 +276,12 @@ def _rope(keys: _Keys, family: _Family, key_dim: int, file: GgufFile) -> RopeCon
         beta_slow=keys.number("rope.scaling.yarn_beta_slow", 1.0),
         frequency_factors=factors,
     )
+
+
+def _dual_chunk(keys: _Keys) -> DualChunk | None:
+    """What the file says of dual chunk attention: all of it or nothing. No converter writes it yet (gguf-py has no such keys), so the names are ours."""
+    names = [f"attention.dual_chunk.{name}" for name in ("chunk_size", "local_size", "original_context_length")]
+    return DualChunk(*map(keys.integer, names)) if any(map(keys.has, names)) else None
 
 
 def _frequency_factors(file: GgufFile, dim: int) -> tuple[float, ...]:

@@ -5,7 +5,7 @@ Letters as in backend.py. Attention works page by page and merges in index order
 
 import numpy as np
 
-from rollkv.config import RopeConfig
+from rollkv.config import DualChunk, RopeConfig
 from rollkv.rope import rope_frequencies
 
 
@@ -23,11 +23,29 @@ def linear(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None) -> np.nda
     return out if bias is None else out + bias
 
 
-def rope_table(rope: RopeConfig, position: int, num_tokens: int) -> np.ndarray:
-    """(cos, sin) times the magnitude, float64 [T, dim/2, 2]."""
+def rope_table(rope: RopeConfig, position: int, num_tokens: int, prompt_cells: int = 0) -> np.ndarray:
+    """(cos, sin) times the magnitude, float64 [R, T, dim/2, 2]; see backend.py."""
     frequencies, magnitude = rope_frequencies(rope)
-    angles = np.arange(position, position + num_tokens, dtype=np.float64)[:, None] * frequencies
-    return np.stack([np.cos(angles), np.sin(angles)], axis=-1) * magnitude
+    cells = np.arange(position, position + num_tokens)
+    places, factors = cells[None], np.ones((1, num_tokens))
+    if rope.dual_chunk is not None:
+        places, factors = dual_chunk_places(rope.dual_chunk, cells, prompt_cells)
+    angles = places[..., None].astype(np.float64) * frequencies
+    return np.stack([np.cos(angles), np.sin(angles)], axis=-1) * (factors * magnitude)[..., None, None]
+
+
+def dual_chunk_places(chunk: DualChunk, cells: np.ndarray, prompt_cells: int) -> tuple[np.ndarray, np.ndarray]:
+    """(places int64 [4, T], factors float64 [4, T]) of the tokens of these cells: of their queries in bands 0 to 2, and of their keys.
+
+    After An et al., arXiv 2402.17463, section 3, clamped at chunk_cells as the published code of Qwen2.5-1M does, not one below as the paper. Its
+    temperature multiplies keys and queries alike; here queries take the square, so that keys are stored as they are at any length.
+    """
+    number = cells % chunk.stride_cells
+    before = np.minimum(number + chunk.stride_cells, chunk.chunk_cells)
+    older = np.full_like(number, min(2 * chunk.stride_cells - 1, chunk.chunk_cells))
+    lengths = np.maximum(cells + 1, prompt_cells).astype(np.float64)
+    square = np.maximum(1.0, 1.0 + 0.1 * np.log(lengths / chunk.original_context)) ** 2
+    return np.stack([number, before, older, number]), np.stack([square, square, square, np.ones_like(square)])
 
 
 def rope(x: np.ndarray, num_heads: int, table: np.ndarray, style: str) -> np.ndarray:

@@ -236,6 +236,9 @@ def _metadata(shape: SynthShape) -> dict[str, object]:
     }
     if shape.gemma:
         keys |= {"attention.sliding_window": shape.sliding_window, "rope.freq_base_swa": LOCAL_THETA}
+    if (dual := shape.dual_chunk) is not None:
+        keys |= {"attention.dual_chunk.chunk_size": dual.chunk_cells, "attention.dual_chunk.local_size": dual.local_cells}
+        keys["attention.dual_chunk.original_context_length"] = dual.original_context
     return {
         "general.architecture": prefix,
         "general.type": "model",

@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
+from rollkv.config import DualChunk
 from rollkv.errors import UsageError
 from rollkv.units import round_up
 
@@ -38,6 +39,7 @@ class SynthShape:
     rms_norm_eps: float = 1e-6
     tied: bool = False  # the output matrix is the embedding
     sliding_window: int = 1024
+    dual_chunk: DualChunk | None = None  # what the file says of it
     qtype: QType = "Q8_0"
     seed: int = 0
 
@@ -80,7 +82,9 @@ SHAPES: dict[str, SynthShape] = {
     shape.name: shape
     for shape in (
         SynthShape("qwen3-8b", "qwen3", 36, 4096, 32, 8, 128, 12288, 151936, 40960),
-        SynthShape("qwen2.5-14b-1m", "qwen2", 48, 5120, 40, 8, 128, 13824, 152064, 1010000, 1e-5),
+        SynthShape(
+            "qwen2.5-14b-1m", "qwen2", 48, 5120, 40, 8, 128, 13824, 152064, 1010000, 1e-5, dual_chunk=DualChunk(262144, 8192, 262144)
+        ),
         SynthShape("llama-3.1-8b", "llama", 32, 4096, 32, 8, 128, 14336, 128256, 131072, 1e-5),
         SynthShape("llama-3.2-1b", "llama", 16, 2048, 32, 8, 64, 8192, 128256, 131072, 1e-5, tied=True),
         SynthShape("gemma-3-4b", "gemma3", 34, 2560, 8, 4, 256, 10240, 262208, 131072, tied=True),

@@ -5,6 +5,7 @@ from math import prod
 
 from rollkv.config import DTYPE_BYTES, CacheConfig, Dtype, LayerConfig, ModelConfig, RopeConfig
 from rollkv.pages import pages_for, sliding_ring_pages
+from rollkv.rope import rotations
 from rollkv.units import round_up
 
 ALIGNMENT = 256  # bytes; every array of the device arena begins at a multiple
@@ -47,6 +48,7 @@ def workspace_arrays(config: ModelConfig, cache: CacheConfig) -> dict[str, Array
     arrays = {
         "sequence": ArraySpec((cache.ctx_size + 1,), "i32"),  # ids of all cells, and the one to come
         "position": ArraySpec((1,), "i32"),
+        "prompt_cells": ArraySpec((1,), "i32", zeroed=True),  # of the whole prompt, however many of them are cached
         "outcome": ArraySpec((2,), "i32"),  # of a choice: the id, and how many logits were not finite
         "hidden": ArraySpec((rows, config.hidden_size), "f32"),
         "q": ArraySpec((rows, max(layer.num_heads * max(layer.key_dim, layer.value_dim) for layer in layers)), "f32"),
@@ -58,7 +60,7 @@ def workspace_arrays(config: ModelConfig, cache: CacheConfig) -> dict[str, Array
     if config.post_norms:
         arrays["branch"] = ArraySpec((rows, config.hidden_size), "f32")
     for index, rope in enumerate(ropes_of(config)):
-        arrays[f"rope.{index}"] = ArraySpec((rows, rope.dim // 2, 2), "f32")
+        arrays[f"rope.{index}"] = ArraySpec((rotations(rope), rows, rope.dim // 2, 2), "f32")
     if rows > 1:
         state = max(layer.num_heads * (layer.value_dim + STATE_EXTRA) for layer in layers)
         arrays["attention.state"] = ArraySpec((rows, state), "f32")

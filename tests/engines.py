@@ -6,7 +6,7 @@ from typing import Literal
 
 import numpy as np
 
-from rollkv.config import CacheConfig, KvType
+from rollkv.config import CacheConfig, DualChunk, KvType, ModelConfig
 from rollkv.engine import Engine, budget_of
 from rollkv.gguf_file import open_gguf
 from rollkv.host_backend import HostBackend
@@ -33,15 +33,22 @@ def host_engine(
     order: Literal["eager", "late"] = "eager",
     backend: HostBackend | None = None,
     ring: RingShape | None = None,
+    dual_chunk: DualChunk | None = None,
 ) -> Engine:
     """A fixture by name, or any file. `ring` replaces the planned staging ring of a run that spills."""
     path = FIXTURES / f"{model}.gguf" if isinstance(model, str) else model
     with open_gguf(path) as file:
-        facts = model_config(file)
+        facts = with_dual_chunk(model_config(file), dual_chunk)
         budget = budget_of(file, facts, config, None, None)
         if budget.ring and ring:
             budget = replace(budget, ring=ring)
         return Engine(backend or HostBackend(precision=precision, order=order), file, facts, config, budget)
+
+
+def with_dual_chunk(config: ModelConfig, chunk: DualChunk | None) -> ModelConfig:
+    """The model with dual chunk attention in its layers that see every cell."""
+    layers = (layer if layer.sliding_window else replace(layer, rope=replace(layer.rope, dual_chunk=chunk)) for layer in config.layers)
+    return replace(config, layers=tuple(layers))
 
 
 def fixture(model: str) -> dict[str, np.ndarray]:

@@ -7,6 +7,7 @@ import pytest
 
 import engines
 from fake_driver import FakeDriver
+from rollkv.config import DualChunk
 from rollkv.cuda import device, gemm
 from rollkv.cuda.backend import CudaBackend
 from rollkv.cuda.device import DeviceArray
@@ -81,8 +82,9 @@ def install(monkeypatch: pytest.MonkeyPatch, made: MachineT) -> MachineT:
     return made
 
 
-def engine(machine: Machine, path: Any, cap: int | None = None, **options: Any) -> Engine:
+def engine(machine: Machine, path: Any, cap: int | None = None, *, dual_chunk: DualChunk | None = None, **options: Any) -> Engine:
     with open_model(path) as file:
         backend = CudaBackend(cap_bytes=cap, calls=DriverCalls(machine))
         cache = engines.cache(**options)
-        return load_on(backend, file, model_config(file), cache if cap is None else replace(cache, residency="auto"), cap)
+        config = engines.with_dual_chunk(model_config(file), dual_chunk)
+        return load_on(backend, file, config, cache if cap is None else replace(cache, residency="auto"), cap)

@@ -172,5 +172,5 @@ class Recording(RaceDetector):
 
 _ISSUED = (
     *("record", "wait", "copy_in", "copy_out", "copy_page"),
-    *("embed", "linear", "feed_forward", "rope_table", "append", "attend_step", "attend_tile", "add", "choose"),
+    *("embed", "linear", "feed_forward", "rope_table", "append", "queries", "attend_step", "attend_tile", "add", "choose"),
 )

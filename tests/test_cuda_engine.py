@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 
 import engines
-from rollkv.config import SamplingParams
-from rollkv.engine import Engine
+from rollkv.config import CacheConfig, DualChunk, SamplingParams
+from rollkv.engine import Engine, load_on
 from rollkv.errors import OutOfMemoryError
+from rollkv.gguf_file import open_gguf
+from rollkv.model_config import model_config
 from rollkv.sampling import choose
 from rollkv.units import MIB
 
@@ -25,6 +27,19 @@ Make = Callable[..., Engine]
 def cuda_engine(load_cuda: Make) -> Make:
     """Takes the name of a fixture model and a CacheConfig."""
     return lambda model, config, **options: load_cuda(engines.FIXTURES / f"{model}.gguf", config, **options)
+
+
+@pytest.fixture
+def chunked_engine(portable: bool) -> Make:
+    """Takes the name of a fixture model, a CacheConfig and a DualChunk, or None."""
+
+    def load(model: str, config: CacheConfig, chunk: DualChunk | None) -> Engine:
+        from rollkv.cuda.backend import CudaBackend
+
+        with open_gguf(engines.FIXTURES / f"{model}.gguf") as file:
+            return load_on(CudaBackend(0, portable=portable), file, engines.with_dual_chunk(model_config(file), chunk), config)
+
+    return load
 
 
 def rows_of(engine: Engine, tokens: list[int], prompt: int) -> np.ndarray:
@@ -138,6 +153,50 @@ def test_random_cells_are_the_same_wherever_they_lie(cuda_engine: Make) -> None:
     assert np.isfinite(resident).all()
     for pages in (1, 2, 5):
         np.testing.assert_array_equal(rows(pages * PAGE), resident, err_msg=f"window of {pages} pages")
+
+
+CHUNK = DualChunk(chunk_cells=4 * PAGE, local_cells=PAGE, original_context=300)  # numbered anew every three pages
+
+
+@pytest.mark.parametrize("model", ["llama", "qwen3", "gemma3"])
+@pytest.mark.parametrize("prompt", [150, 10])
+def test_dual_chunks_agree_with_the_host(model: str, prompt: int, chunked_engine: Make) -> None:
+    tokens, chunk = engines.fixture(model)["tokens"].tolist(), DualChunk(PAGE + 32, 32, 100)  # numbered anew with every page
+    config = engines.cache(160, page_cells=PAGE, ubatch=160, kv="f16")
+    got = rows_of(chunked_engine(model, config, chunk), tokens, prompt)
+    for row, reference in zip(got, rows_of(engines.host_engine(model, config, dual_chunk=chunk), tokens, prompt), strict=True):
+        assert engines.nmse(row, reference) <= 1e-4
+
+
+@pytest.mark.parametrize("kv,value_kv", [("f16", "f16"), ("bf16", "f32")])
+@pytest.mark.parametrize("model", ["llama", "qwen3", "gemma3"])
+def test_every_window_gives_the_resident_bits_in_dual_chunks(model: str, kv: str, value_kv: str, chunked_engine: Make) -> None:
+    """And up to a chunk, plain RoPE's."""
+    tokens = engines.fixture(model)["tokens"].tolist() * 5
+    options = {"page_cells": PAGE, "kv": kv, "value_kv": value_kv, "ubatch": 200}
+    resident = rows_of(chunked_engine(model, engines.cache(800, **options), CHUNK), tokens, 700)  # type: ignore[arg-type]
+    assert np.isfinite(resident).all()
+    for pages in (1, 2, 5):
+        windowed = rows_of(chunked_engine(model, engines.cache(800, window=pages * PAGE, **options), CHUNK), tokens, 700)  # type: ignore[arg-type]
+        np.testing.assert_array_equal(windowed, resident, err_msg=f"window of {pages} pages")
+    few = engines.cache(800, page_cells=PAGE, kv=kv, value_kv=value_kv, ubatch=64)  # type: ignore[arg-type]
+    chunked, plain = (rows_of(chunked_engine(model, few, chunk), tokens[:200], 100) for chunk in (CHUNK, None))
+    np.testing.assert_array_equal(chunked[: 3 * PAGE], plain[: 3 * PAGE])
+    assert (chunked[3 * PAGE :] != plain[3 * PAGE :]).any(axis=1).all()
+
+
+def test_recorded_steps_cross_chunks(chunked_engine: Make) -> None:
+    """Generation, whose steps are recorded and run ahead, against single ones: over pages, chunks and the original context, and in a second sequence."""
+    prompt = engines.fixture("qwen3")["tokens"][:100].tolist()
+    with chunked_engine("qwen3", engines.cache(480, page_cells=PAGE, kv="f16"), CHUNK) as engine:
+        ids, row = list(prompt), engine.prefill(prompt)
+        while len(ids) < 460:
+            ids.append(int(row.argmax()))
+            row = engine.decode(ids[-1])
+    for window in (None, PAGE):
+        with chunked_engine("qwen3", engines.cache(480, page_cells=PAGE, kv="f16", window=window), CHUNK) as engine:
+            for _ in range(2):
+                assert list(engine.generate_ids(prompt, 360)) == ids[100:], f"window {window}"
 
 
 def test_closing_gives_everything_back(cuda_engine: Make) -> None:

@@ -254,7 +254,7 @@ class FakeEngine:
         self.refused: set[int | None] = set()
         self.replan(rung.cache, rung.vram_target)
 
-    def replan(self, cache, vram_target: int | None = None) -> None:
+    def replan(self, cache, vram_target: int | None = None, config=None) -> None:
         self.plans.append((cache.window_cells, vram_target))
         if cache.window_cells in self.refused:
             raise OutOfMemoryError("it is too large now")
@@ -335,7 +335,7 @@ class Hill:
     def run(self, rungs: tuple[Rung, ...] | None = None, link_rate: float | None = LINK, **what: object) -> list[RungResult]:
         asked = Climb(rungs or self.tails(0), 8, 2, num_prompt=self.num_prompt, **what)
         describe, clock = (lambda engine: {"backend": engine.backend_name}), (lambda: self.clock[0])
-        return list(climb.run_climb(asked, self.config, link_rate, self.open, self.prompt, lambda rung: None, describe, clock))
+        return list(climb.run_climb(asked, link_rate, self.open, self.prompt, lambda rung: None, describe, clock))
 
 
 def test_a_rung_by_hand(config):
@@ -440,7 +440,7 @@ def test_a_plan_that_is_refused_is_a_row_and_the_weights_stay(config):
     rungs = hill.tails(0, 1, 2)
 
     class Refusing(FakeEngine):
-        def replan(self, cache, vram_target=None) -> None:
+        def replan(self, cache, vram_target=None, config=None) -> None:
             self.refused = {rungs[1].cache.window_cells}
             super().replan(cache, vram_target)
 
@@ -456,7 +456,7 @@ def test_a_peer_needs_the_device_between_rungs(config):
     hill = Hill(config)
     rungs = hill.tails(0, 1)
     asked = Climb(rungs, 8, 2, reload=True)
-    for result in climb.run_climb(asked, config, LINK, hill.open, hill.prompt, lambda rung: None, lambda engine: {}, lambda: 0.0):
+    for result in climb.run_climb(asked, LINK, hill.open, hill.prompt, lambda rung: None, lambda engine: {}, lambda: 0.0):
         assert result.ran and all(engine.closed for engine in hill.engines)
     assert len(hill.engines) == 2
 
@@ -487,7 +487,7 @@ def test_random_cells_stand_in_for_the_prompt(config):
 @pytest.mark.parametrize("depth", [0, 4 * PAGE])
 def test_prefill_behind_a_depth(config, depth, fill):
     hill = Hill(config, depth, num_prompt=100)
-    (result,) = hill.run((task.resident_rung(hill.cache, depth),), fill=fill)
+    (result,) = hill.run((task.resident_rung(config, hill.cache, depth),), fill=fill)
     (engine,) = hill.engines
     assert result.prefill_seconds == pytest.approx([0.1, 0.1]) and result.ttft_seconds == []
     read = [len(ids) for ids in engine.prompts]
@@ -504,7 +504,7 @@ def test_prefill_behind_a_depth(config, depth, fill):
 
 def test_spread_and_caps_are_flagged(config):
     hill = Hill(config, used=1200)
-    (result,) = hill.run((task.cap_rung(hill.cache, hill.depth, 1100),))
+    (result,) = hill.run((task.cap_rung(config, hill.cache, hill.depth, 1100),))
     bounds = Ceilings(Rates(), 1, 1)
     assert row_dict(result, bounds, None)["over_limit"] is True and row_dict(result, bounds, None)["limit_bytes"] == 1100
     first = replace(result.repetitions[0], step_seconds=(1.0, 1.0), prefill_seconds=1.0)
@@ -643,7 +643,7 @@ def test_a_context_beyond_the_trained_one_is_said_once(command, capsys):
 
 
 def test_measured_rates_stand_in_every_row(command, capsys, monkeypatch):
-    monkeypatch.setattr("rollkv.cli.ladder._rates", lambda backend, device: Rates(50e9, 40e9, 80e9, 4e12))
+    monkeypatch.setattr("rollkv.cli.ladder.machine_rates", lambda backend, device: Rates(50e9, 40e9, 80e9, 4e12))
     assert command("--tail", "0,384KiB", "-o", "json") == 0
     out = capsys.readouterr()
     result = json.loads(out.out)

@@ -12,7 +12,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "rollkv"
 
 KERNELS = (
-    "add", "attn_decode", "attn_merge", "attn_prefill", "choose", "dequantise", "embed", "linear_rows", "qkv_append", "repack", "rope_table", "round_rows", "synth_noise",
+    "add", "attn_decode", "attn_merge", "attn_prefill", "choose", "dequantise", "embed", "linear_rows", "qkv_append", "queries", "repack", "rope_table", "round_rows", "synth_noise",
 )  # fmt: skip
 
 # fmt: off
@@ -24,8 +24,8 @@ FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("F2 files and pure functions",
      ("gguf_header", "quants", "pretokenizers", "vocabulary", "score_merge", "chat_sandbox", "sampling", "stop_strings", "pages", "rope", "host_memory", "models",
       "counts", "prose", "metrics", "logit_file", "plots", "ladder_fit", "synth_shapes")),
-    ("F2 .. from those", ("gguf_file", "tokenizer", "chat", "ladder_plot", "stream_plan", "workspace", "roofline", "residency", "synth_blocks", "synth_circuit", "synth_words")),
-    ("F2 .. the sum of it", ("model_config", "budget", "machine_rates", "synth_plan", "synth_noise")),
+    ("F2 .. from those", ("gguf_file", "dual_chunk", "tokenizer", "chat", "ladder_plot", "stream_plan", "workspace", "roofline", "residency", "synth_blocks", "synth_circuit", "synth_words")),
+    ("F2 .. the sum of it", ("model_config", "hf_config", "budget", "machine_rates", "synth_plan", "synth_noise")),
     ("F2 .. from those", ("synth", "ubatch")),
     ("F3 contract and oracle", ("backend", "reference")),
     ("F4 the machine at hand", ("host_backend",)),
@@ -45,12 +45,14 @@ FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("F6 .. all layers", ("model.forward",)),
     ("F6 .. one token at a time; a run gone through", ("model.decode", "model.fill", "model.rehearsal")),
     ("F7 the loop", ("engine",)),
-    ("F8 tasks and printing", ("tasks.generate", "tasks.logit_equiv", "tasks.record", "tasks.ceilings", "tasks.ladder", "tasks.peers", "report")),
-    ("F8 .. from those", ("tasks.haystack", "tasks.climb", "tasks.ladder_rows")),
+    ("F8 tasks and printing", ("tasks.generate", "tasks.equiv_specs", "tasks.record", "tasks.ceilings", "tasks.ladder", "tasks.peers", "report")),
+    ("F8 .. from those", ("tasks.haystack", "tasks.logit_equiv", "tasks.climb", "tasks.ladder_rows")),
     ("F8 .. from those", ("tasks.needle",)),
     ("F8 .. from those", ("tasks.ladder_prompts",)),
     ("F9 the door for programs", ("",)),
-    ("F9 options and results", ("cli.options", "cli.results", "cli.ladder_text")),
+    ("F9 options and results", ("cli.options", "cli.positions", "cli.results", "cli.markdown")),
+    ("F9 .. from those", ("cli.equiv_options", "cli.ladder_compare", "cli.ladder_rungs", "cli.ladder_run")),
+    ("F9 .. from those", ("cli.ladder_text",)),
     ("F9 .. from those", ("cli.ladder_results",)),
     ("F9 commands", ("cli.generate", "cli.info", "cli.ladder", "cli.logit_equiv", "cli.needle", "cli.plan", "cli.synth", "cli.tokenize")),
     ("F9 the door for people", ("cli.main",)),

@@ -18,8 +18,10 @@ from rollkv.errors import CheckFailed, OutOfMemoryError, UsageError
 from rollkv.host_backend import HostBackend
 from rollkv.logit_file import LogitFile, LogitFileWriter
 from rollkv.metrics import Limits
+from rollkv.tasks import equiv_specs
 from rollkv.tasks import logit_equiv as equiv
-from rollkv.tasks.logit_equiv import DEFAULT_LIMITS, EquivRow, RunSpec
+from rollkv.tasks.equiv_specs import DEFAULT_LIMITS, RunSpec
+from rollkv.tasks.logit_equiv import EquivRow
 
 PAGE = 16
 FIXTURES = engines.FIXTURES
@@ -54,7 +56,7 @@ def run(
                 specs,
                 num_decode=24,
                 noise=0.05,
-                limits=lambda spec: equiv.limits_for(spec, limits, own_reference=True),
+                limits=lambda spec: equiv_specs.limits_for(spec, limits, own_reference=True),
                 progress_for=lambda spec: None,
                 describe=lambda engine: {},
             )
@@ -66,7 +68,7 @@ def run(
 
 @pytest.mark.parametrize("model", ["llama", "gemma3"])
 def test_every_window_is_the_resident_run(model):
-    rows = run(model, equiv.window_specs("100%,50%,25%,1page", RESIDENT))
+    rows = run(model, equiv_specs.window_specs("100%,50%,25%,1page", RESIDENT))
     assert [row.spec.cache.window_cells for row in rows] == [160, 80, 48, 16]
     for row in rows:
         assert row.passed and row.comparison.bit_equal and row.comparison.rows == row.comparison.positions == 160
@@ -124,7 +126,7 @@ class NotANumber(Damaged):
 
 @pytest.mark.parametrize("backend", [OneCell, Permuted, Shifted, NoPage])
 def test_a_damaged_tail_is_told(backend):
-    (row,) = run("llama", equiv.window_specs("1page", RESIDENT), backend=backend)
+    (row,) = run("llama", equiv_specs.window_specs("1page", RESIDENT), backend=backend)
     assert not row.passed
     assert row.comparison.first_unequal is not None and row.comparison.first_unequal >= PAGE, "what never saw the tail is equal"
     assert bool(DEFAULT_LIMITS.broken(row.comparison)) == (backend in (Shifted, NoPage)), "the small damages hide from any threshold"
@@ -132,11 +134,11 @@ def test_a_damaged_tail_is_told(backend):
 
 def test_a_tail_of_nans_ends_the_run():
     with pytest.raises(CheckFailed, match="not finite"):
-        run("llama", equiv.window_specs("1page", RESIDENT), backend=NotANumber)
+        run("llama", equiv_specs.window_specs("1page", RESIDENT), backend=NotANumber)
 
 
 def test_other_types_are_near_and_not_equal():
-    specs = equiv.other_specs(RESIDENT, ["f32", "bf16", "f16"], ["f32"], ["host"])
+    specs = equiv_specs.other_specs(RESIDENT, ["f32", "bf16", "f16"], ["f32"], ["host"])
     assert [(s.cache.key_type, s.cache.value_type, s.same_sums) for s in specs] == [("bf16", "f32", False), ("f16", "f32", False)]
     bf16, f16 = run("llama", specs)
     assert bf16.passed and f16.passed and bf16.limits == DEFAULT_LIMITS
@@ -182,26 +184,26 @@ class NotFinite:
     ],
 )
 def test_windows(text, cells):
-    assert [spec.cache.window_cells for spec in equiv.window_specs(text, RESIDENT)] == cells
+    assert [spec.cache.window_cells for spec in equiv_specs.window_specs(text, RESIDENT)] == cells
 
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "101%", "page", "1.5pages", "50%,", "half"])
 def test_what_is_no_window_is_refused(text):
     with pytest.raises(UsageError, match="--windows"):
-        equiv.window_specs(text, RESIDENT)
+        equiv_specs.window_specs(text, RESIDENT)
 
 
 def test_the_candidates_follow_from_what_is_asked():
     def labels(*args: object, own: bool = True) -> list[str]:
-        return [spec.label for spec in equiv.candidate_specs(RESIDENT, *args, own_reference=own)]  # type: ignore[arg-type]
+        return [spec.label for spec in equiv_specs.candidate_specs(RESIDENT, *args, own_reference=own)]  # type: ignore[arg-type]
 
     assert len(labels(None, (), ())) == 4
     assert labels(None, (), (), own=False) == ["resident"]
     assert labels("1page", (1 << 30,), (replace(RESIDENT, label="other"),)) == ["window 1page (1 of 10 pages)", "cap 1.00 GiB", "other"]
-    (cap,) = equiv.candidate_specs(RESIDENT, None, (1 << 30,), (), own_reference=True)
+    (cap,) = equiv_specs.candidate_specs(RESIDENT, None, (1 << 30,), (), own_reference=True)
     assert (cap.cache.residency, cap.vram_target, cap.same_sums) == ("auto", 1 << 30, True)
     with pytest.raises(UsageError, match="in pairs"):
-        equiv.other_specs(RESIDENT, ["f16", "f32"], ["f16", "f32", "bf16"], ["host"])
+        equiv_specs.other_specs(RESIDENT, ["f16", "f32"], ["f16", "f32", "bf16"], ["host"])
 
 
 # -- files of logits -----------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import damaged_gguf as make
-from rollkv.config import LayerConfig, ModelConfig, RopeConfig
+from rollkv.config import DualChunk, LayerConfig, ModelConfig, RopeConfig
 from rollkv.errors import ModelFileError, RollkvError, UnsupportedModelError
 from rollkv.gguf_file import open_gguf
 from rollkv.model_config import FAMILIES, model_config, required_tensors
@@ -269,6 +269,22 @@ def test_rope_scaling_that_is_not_computed_is_refused(tmp_path: Path, scaling: K
         tiny_config(tmp_path, {f"llama.rope.scaling.{key}": value for key, value in scaling.items()})
 
 
+DUAL_CHUNK = {"chunk_size": 4096, "local_size": 1024, "original_context_length": 2048}
+
+
+def test_dual_chunk_attention_is_declared_in_three_keys(tmp_path: Path) -> None:
+    keys: Keys = {f"llama.attention.dual_chunk.{key}": make.scalar(U32, value) for key, value in DUAL_CHUNK.items()}
+    config = tiny_config(tmp_path, keys)
+    assert config.declared_dual_chunk == DualChunk(4096, 1024, 2048) and config.declared_dual_chunk.stride_cells == 3072
+    assert config.layers[0].rope.dual_chunk is None, "what is declared is not yet asked for"
+    assert tiny_config(tmp_path).declared_dual_chunk is None
+    for key in keys:
+        with pytest.raises(ModelFileError, match=f"the key {key} is missing"):
+            tiny_config(tmp_path, {other: value for other, value in keys.items() if other != key})
+        with pytest.raises(ModelFileError, match=f"{key} is 0, an integer above zero"):
+            tiny_config(tmp_path, {**keys, key: make.scalar(U32, 0)})
+
+
 def test_frequency_factors(tmp_path: Path) -> None:
     factors = np.array([1, 1, 2, 3, 4, 8, 8, 8.5], np.float32)
     assert tiny_config(tmp_path, tensors={"rope_freqs.weight": factors}).layers[0].rope.frequency_factors == tuple(factors.tolist())
@@ -418,6 +434,7 @@ READ_KEYS = [
     *("gemma3.attention.sliding_window", "gemma3.attention.sliding_window_pattern", "gemma3.attention.key_length_swa"),
     *(f"gemma3.rope.{key}" for key in ("dimension_count", "freq_base", "freq_base_swa", "scale_linear", "scaling.type", "scaling.factor")),
     *(f"gemma3.rope.scaling.{key}" for key in ("attn_factor", "original_context_length", "yarn_beta_fast", "yarn_ext_factor")),
+    *(f"gemma3.attention.dual_chunk.{key}" for key in DUAL_CHUNK),
     *("gemma3.expert_count", "gemma3.final_logit_softcapping", "split.count", "split.no", "split.tensors.count"),
 ]
 

@@ -324,7 +324,7 @@ def test_an_interrupted_grid_goes_on_where_it_stopped(engine, capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "change", [("--seed", 1), ("--window", 512), ("--cache-type-k", "f32"), ("--ubatch", 64), ("-n", 30), ("-c", 4096)]
+    "change", [("--seed", 1), ("--window", 512), ("--cache-type-k", "f32"), ("--ubatch", 64), ("-n", 30), ("-c", 4096), ("--dca", "on")]
 )
 def test_rows_of_another_run_are_not_taken(engine, tmp_path, change):
     out = tmp_path / "rows.jsonl"

@@ -9,6 +9,7 @@ import pytest
 
 import engines
 from fake_machine import LIBRARY_BYTES, MODULE_BYTES, Library, Machine, engine, install
+from rollkv.config import DualChunk
 from rollkv.cuda.backend import CudaBackend
 from rollkv.cuda.driver import DriverCalls
 from rollkv.engine import load_on
@@ -55,6 +56,19 @@ def test_a_run_loads_nothing_that_was_not_prepared(machine: Machine, path: Any, 
         planned = dict(run.budget.device)
         assert planned["modules"] == modules * MODULE_BYTES + LIBRARY_BYTES
         assert machine.taken() == run.budget.total_bytes and run.budget.overhead_measured
+
+
+@pytest.mark.parametrize("path", [MODELS[0], MODELS[4]], ids=["llama", "gemma3"])
+def test_chunks_load_nothing_either(machine: Machine, path: Any) -> None:
+    """Not in any of them: single steps and prompts, in the first, over its end and beyond."""
+    chunk = DualChunk(chunk_cells=192, local_cells=64, original_context=100)
+    with engine(machine, path, dual_chunk=chunk, ctx_size=500, ubatch=200, page_cells=64, kv="f16", window=64) as run:
+        modules = machine.modules
+        for length in (1, 127, 128, 129, 257, 450):
+            run.reset()
+            run.prefill([1] * length)
+            run.decode(1)
+        assert machine.modules == modules
 
 
 def test_records_name_the_card(machine: Machine) -> None:

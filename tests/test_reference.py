@@ -62,7 +62,7 @@ def test_empty_states_are_the_identity() -> None:
 @pytest.mark.parametrize("style", ["interleaved", "halves"])
 def test_rope_turns_pairs_by_their_angle(style: str) -> None:
     rope = RopeConfig(dim=4, style=style, theta=100.0)  # type: ignore[arg-type]
-    table = reference.rope_table(rope, 3, 1)
+    table = reference.rope_table(rope, 3, 1)[0]
     x = np.array([[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]])  # head of 6, the last two do not turn
     turned = reference.rope(x, 1, table, style)[0]
     pairs = [(0, 1), (2, 3)] if style == "interleaved" else [(0, 2), (1, 3)]

@@ -120,8 +120,8 @@ class ShiftedValues(HostBackend):
 class LatePositions(HostBackend):
     """Decode believes to be one cell further on."""
 
-    def rope_table(self, rope, position, out) -> None:  # type: ignore[no-untyped-def]
-        super().rope_table(rope, HostArray(position.values + (out.shape[0] == 1), "i32"), out)
+    def rope_table(self, rope, position, prompt_cells, out) -> None:  # type: ignore[no-untyped-def]
+        super().rope_table(rope, HostArray(position.values + (out.shape[1] == 1), "i32"), prompt_cells, out)
 
 
 class FirstPartOnly(HostBackend):

@@ -1,10 +1,11 @@
 """`rollkv generate`: a prompt in, text out as it is made."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rollkv.cli import options
+from rollkv.cli import options, positions
 from rollkv.config import SamplingParams
 from rollkv.errors import UsageError
 from rollkv.phases import Phases
@@ -43,6 +44,11 @@ def generate(
     ubatch: options.FittingUbatch = None,
     cache_type_k: options.CacheTypeK = "f16",
     cache_type_v: options.CacheTypeV = "f16",
+    dca: options.Dca = "auto",
+    dca_chunk: options.DcaChunk = None,
+    dca_local: options.DcaLocal = None,
+    rope_original_ctx: options.RopeOriginalCtx = None,
+    hf_config: options.HfConfig = None,
     backend: Annotated[
         str, typer.Option(metavar="auto|cuda|host", help="GPU, or the slow reference in NumPy; auto takes a GPU if usable.")
     ] = "auto",
@@ -87,6 +93,8 @@ def generate(
         cache_type_k=cache_type_k,
         cache_type_v=cache_type_v,
     )
+    config = positions.positioned(opened.config, cache, dca, dca_chunk, dca_local, rope_original_ctx, hf_config)
+    opened = replace(opened, config=config)
     if verbose:
         _describe_prompt(opened, prompt_tokens)
     phases.ends("vocabulary and prompt")
@@ -94,6 +102,7 @@ def generate(
         engine = load(
             opened.path,
             cache,
+            config=opened.config,
             vram_target=cap,
             backend=backend,  # type: ignore[arg-type]
             device=device,
@@ -136,7 +145,7 @@ def _stream(engine: "Engine", model: "TextModel", generation: "Generation", as_j
 
 
 def _result(engine: "Engine", model: "TextModel", generation: "Generation") -> dict[str, object]:
-    from rollkv import report
+    from rollkv import dual_chunk, report
 
     result: dict[str, object] = {
         "model": str(model.path),
@@ -147,6 +156,7 @@ def _result(engine: "Engine", model: "TextModel", generation: "Generation") -> d
         "stop_reason": generation.stop_reason,
         "stop_string": generation.stop_string,
         "ctx_size": engine.cache_config.ctx_size,
+        **dual_chunk.facts(model.config),
         "budget": engine.budget.as_dict(),
         "statistics": report.statistics_object(engine.stats),
     }
@@ -155,11 +165,14 @@ def _result(engine: "Engine", model: "TextModel", generation: "Generation") -> d
 
 def _describe_prompt(model: "TextModel", prompt_tokens: list[int]) -> None:
     from rollkv import report
+    from rollkv.dual_chunk import short_words
 
     def shown(ids: list[int]) -> str:
         return ", ".join(f"{token} {model.tokenizer.piece(token)!r}" for token in ids)
 
     config = model.config
-    report.note(f"{model.path}: {config.architecture}, {config.num_layers} layers, trained for {config.context_length} cells")
+    report.note(
+        f"{model.path}: {config.architecture}, {config.num_layers} layers, trained for {config.context_length} cells, {short_words(config)}"
+    )
     report.note(f"prompt of {len(prompt_tokens)} tokens, beginning with {shown(prompt_tokens[:10])}")
     report.note(f"stop tokens: {shown(sorted(model.tokenizer.stop_ids)) or 'none'}")

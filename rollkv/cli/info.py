@@ -13,19 +13,28 @@ if TYPE_CHECKING:
 
 _SHOWN_ITEMS = 8
 _SHOWN_CHARACTERS = 60
+_DUAL_CHUNK_SIZES = (
+    ("chunk", "chunk_cells"),
+    ("local", "local_cells"),
+    ("stride", "stride_cells"),
+    ("original context", "original_context"),
+)
 
 
 def info(
     file: Annotated[
         Path | None, typer.Argument(help="GGUF file; of a shard set any shard. Default: the small model of 'make demo'.")
     ] = None,
+    hf_config: options.HfConfig = None,
     output: options.Output = "text",
 ) -> None:
-    """Show metadata, tensors by type and memory of a model file."""
+    """Show metadata, tensors by type and memory of a model file, and what it and --hf-config declare of positions."""
     as_json = options.wants_json(output)
 
     from rollkv import report
+    from rollkv.dual_chunk import declared_by
     from rollkv.errors import UnsupportedModelError
+    from rollkv.hf_config import read_hf_config
     from rollkv.model_config import model_config
     from rollkv.models import default_model
     from rollkv.synth import open_model
@@ -37,6 +46,12 @@ def info(
         except UnsupportedModelError as error:
             reason = str(error)
         facts = _facts(opened, config, reason)
+        if config is not None:
+            facts["declared"] = declared_by(config).as_dict()
+            if hf_config is not None:
+                facts["declared_by_hf_config"] = read_hf_config(hf_config, config).as_dict()
+        elif hf_config is not None:
+            raise UnsupportedModelError(f"--hf-config {hf_config}: it is read beside a supported model only; {reason}")
         metadata = {key: _short(value) for key, value in opened.metadata.items()}
     if as_json:
         report.write_json(facts | {"metadata": metadata})
@@ -97,6 +112,8 @@ def _text(facts: dict[str, Any], metadata: dict[str, Any]) -> str:
             ("hidden size, vocabulary", f"{facts['hidden_size']}, {facts['vocab_size']}"),
             ("KV in f16, full-attention layers", f"{format_size(per_cell)} a cell, {format_size(per_cell * trained)} at {trained} cells"),
         ]
+        rows += _declared_rows(facts["declared"], "")
+        rows += _declared_rows(facts.get("declared_by_hf_config", {}), " in --hf-config")
     types = [(name, str(entry["tensors"]), format_size(entry["bytes"])) for name, entry in sorted(facts["tensors_by_type"].items())]
     types.append(("all", str(sum(entry["tensors"] for entry in facts["tensors_by_type"].values())), format_size(facts["weight_bytes"])))
     keys = [(key, _printable(value)) for key, value in metadata.items()]
@@ -108,6 +125,18 @@ def _text(facts: dict[str, Any], metadata: dict[str, Any]) -> str:
             "",
         )
     ).removesuffix("\n")
+
+
+def _declared_rows(declared: dict[str, Any], where: str) -> list[tuple[str, str]]:
+    """Lines about dual chunk attention and YaRN; none where nothing was read."""
+    if not declared:
+        return []
+    dual, yarn = "not declared", "not declared"
+    if declared["dca_chunk_cells"] is not None:
+        dual = ", ".join(f"{name} {declared[f'dca_{key}']}" for name, key in _DUAL_CHUNK_SIZES)
+    if declared["yarn_factor"] is not None:
+        yarn = f"factor {declared['yarn_factor']:g}, original context {declared['yarn_original_context'] or 'not told'}"
+    return [(f"dual chunk attention{where}", dual), (f"YaRN{where}", yarn)]
 
 
 def _short(value: Any) -> Any:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from rollkv.tasks.ceilings import Ceilings, Rates
     from rollkv.tasks.generate import TextModel
     from rollkv.tasks.ladder import Climb, RungResult
+    from rollkv.tasks.ladder_rows import Summary
     from rollkv.tasks.peers import PeerResult
 
 FORMS = ("md", "json", "jsonl", "csv")
@@ -30,35 +31,56 @@ def finish(
 ) -> None:
     """Prints and draws. bounds: ceilings by depth; found: in the order of the runs. Raises CheckFailed and, when no rung ran though nobody
     interrupted, OutOfMemoryError."""
+    from rollkv import dual_chunk
     from rollkv.tasks import record
     from rollkv.tasks.ladder import RungResult
-    from rollkv.tasks.ladder_rows import lost_needles, summarise
+    from rollkv.tasks.ladder_rows import summarise
 
     ours = [result for result in found if isinstance(result, RungResult)]
     if not interrupted and not any(result.ran for result in ours):
         raise OutOfMemoryError(f"no rung fits; the first: {ours[0].refusal}")
-    summary = summarise(ours, rates) if climb.num_prompt is None else None
+    by_variant = {variant: [result for result in ours if result.rung.variant == variant] for variant in climb.variants}
+    summaries = {} if climb.num_prompt is not None else {variant: summarise(results, rates) for variant, results in by_variant.items()}
     source = record.source_facts("ladder") | record.model_facts(model.path).as_dict()
     time = {"utc_time": record.utc_time()}
-    rows = [source | row | time for row in _rows(climb, bounds, rates, found, None if summary is None else summary.resident_seconds)]
+    rows = [source | row | time for row in _rows(climb, bounds, rates, found, summaries)]
     deepest = bounds[max(bounds)]
-    facts = deepest.as_dict() | ({} if summary is None else summary.as_dict()) | {"interrupted": interrupted}
-    if output == "csv":
-        text = _csv(rows)
-    elif summary is None:
-        text = ladder_text.depths(model, rows, deepest)
-    else:
-        text = ladder_text.ladder(model, rows, deepest, summary)
-    ran = [row for row in rows if row["line"] == "rung" and row["outcome"] == "ran"]
-    if plot is not None and summary is not None and ran:
-        from rollkv import ladder_plot
-
-        cells = f"{ran[0]['depth']} {'random ' if climb.fill == 'random' else ''}cells"
-        title = f"{model.path.name}, {cells} before decode; {summary.verdict.words}"
-        ladder_plot.draw(ran, summary.fits, deepest.roofline, plot, title)
-    last = [source | {"line": "summary", "depth": max(bounds)} | facts | time] if output == "jsonl" else []
-    failure = None if interrupted else _failure(rows, lost_needles(ours))
+    positions = {variant: dual_chunk.facts(config) for variant, config in climb.variants.items()}
+    ends = [facts | (summaries[variant].as_dict() if summaries else {}) for variant, facts in positions.items()]
+    facts = deepest.as_dict() | {"interrupted": interrupted} | (ends[0] if len(ends) == 1 else {"variants": ends})
+    text = _csv(rows) if output == "csv" else ladder_text.page(model, rows, deepest, climb.variants, summaries)
+    if plot is not None and summaries:
+        _draw(model, climb, rows, summaries, deepest, plot)
+    last: list[dict[str, Any]] = []
+    if output == "jsonl":
+        shared = deepest.as_dict() | {"interrupted": interrupted}
+        last = [source | {"line": "summary", "depth": max(bounds)} | shared | end | time for end in ends]
+    failure = None if interrupted else _failure(ours)
     results.finish("text" if output in ("md", "csv") else output, text, [*rows, *last], facts, failure)
+
+
+def _draw(
+    model: "TextModel",
+    climb: "Climb",
+    rows: Sequence[Mapping[str, Any]],
+    summaries: "Mapping[str, Summary]",
+    bounds: "Ceilings",
+    path: Path,
+) -> None:
+    """Nothing is drawn where no rung ran."""
+    from rollkv import ladder_plot
+    from rollkv.dual_chunk import short_words
+
+    ran = [row for row in rows if row["line"] == "rung" and row["outcome"] == "ran"]
+    if not ran:
+        return
+    series = [
+        ladder_plot.Series(short_words(config), ladder_text.rows_of(config, ran), summaries[variant].fits)
+        for variant, config in climb.variants.items()
+    ]
+    cells = f"{ran[0]['depth']} {'random ' if climb.fill == 'random' else ''}cells"
+    verdicts = "; ".join(dict.fromkeys(summary.verdict.words for summary in summaries.values()))
+    ladder_plot.draw(series, bounds.roofline, path, f"{model.path.name}, {cells} before decode; {verdicts}")
 
 
 def _rows(
@@ -66,9 +88,10 @@ def _rows(
     bounds: "Mapping[int, Ceilings]",
     rates: "Rates",
     found: "Sequence[RungResult | PeerResult]",
-    resident: float | None,
+    summaries: "Mapping[str, Summary]",
 ) -> list[dict[str, Any]]:
     """Flat rows of the same columns."""
+    from rollkv import dual_chunk
     from rollkv.tasks import record
     from rollkv.tasks.ladder import RungResult
     from rollkv.tasks.ladder_rows import peer_row, row_dict
@@ -79,19 +102,24 @@ def _rows(
     for result in found:
         if isinstance(result, RungResult):
             rung, ceilings = result.rung, bounds[result.rung.depth]
-            asked, machine = record.cache_facts(rung.cache, rung.vram_target), result.machine or nothing
-            rows.append({"line": line} | asked | machine | ceilings.as_dict() | row_dict(result, ceilings, resident))
+            asked = record.cache_facts(rung.cache, rung.vram_target) | dual_chunk.facts(rung.config)
+            resident = summaries[rung.variant].resident_seconds if summaries else None
+            row = row_dict(result, ceilings, resident)
+            rows.append({"line": line} | asked | (result.machine or nothing) | ceilings.as_dict() | row)
         else:
             ceilings = bounds[max(test.depth for test in result.tests)]
-            asked = dict.fromkeys(record.cache_facts(climb.rungs[0].cache, None))  # its own affair
+            asked = dict.fromkeys(record.cache_facts(climb.rungs[0].cache, None)) | dual_chunk.facts(None)  # its own affair
             rows.append({"line": "peer"} | asked | nothing | ceilings.as_dict() | peer_row(result))
     return rows
 
 
-def _failure(rows: Sequence[Mapping[str, Any]], lost: Sequence[str]) -> str | None:
+def _failure(results: "Sequence[RungResult]") -> str | None:
     """What is wrong, in one line."""
-    over = [row["rung"] for row in rows if row["over_limit"] and row["vram_target_bytes"] is not None]
+    from rollkv.tasks.ladder_rows import lost_needles, over_limit
+
+    over = [result.rung.name for result in results if over_limit(result) and result.rung.vram_target is not None]
     found = [f"{len(over)} rungs hold more device memory than their cap: {', '.join(over)}"] if over else []
+    lost = lost_needles(results)
     found += [f"{len(lost)} rungs miss a needle that a resident one found: {', '.join(lost)}"] if lost else []
     return "; ".join(found) or None
 

@@ -3,7 +3,12 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from rollkv.cli import ladder_compare
+from rollkv.cli.markdown import markdown_table, mib, number
+from rollkv.dual_chunk import facts, short_words
+
 if TYPE_CHECKING:
+    from rollkv.config import ModelConfig
     from rollkv.tasks.ceilings import Ceilings
     from rollkv.tasks.generate import TextModel
     from rollkv.tasks.ladder_rows import Summary
@@ -11,17 +16,31 @@ if TYPE_CHECKING:
 Row = Mapping[str, Any]
 
 
-def ladder(model: "TextModel", rows: Sequence[Row], bounds: "Ceilings", summary: "Summary") -> str:
-    """Rungs of one depth. rows: those of row_dict, peer_row and record."""
-    title = f"{model.path.name}{_machine(rows)}: {rows[0]['depth']} {_cells(rows)} before decode" if rows else model.path.name
-    return _page(title, bounds, _table(_RUNG_HEADERS, [_rung_line(row) for row in rows], {0, len(_RUNG_HEADERS) - 1}), rows, summary)
+def page(
+    model: "TextModel", rows: Sequence[Row], bounds: "Ceilings", variants: "Mapping[str, ModelConfig]", summaries: "Mapping[str, Summary]"
+) -> str:
+    """Title, ceilings, the table that compares the variants if there are several, and for each of them its rungs and fits. rows: those of row_dict,
+    peer_row and record. summaries: by variant, for rungs at one depth; none: lines of depths, beside the ceilings at the largest."""
+    words = " and ".join(map(short_words, variants.values()))
+    if not rows:
+        title = f"{model.path.name}, {words}"
+    elif summaries:
+        title = f"{model.path.name}{_machine(rows)}, {words}: {rows[0]['depth']} {_cells(rows)} before decode"
+    else:
+        title = f"{model.path.name}{_machine(rows)}, {words}: behind {_cells(rows)}; ceilings at the largest depth"
+    parts = [title, ceilings_line(bounds)]
+    if len(variants) > 1:
+        parts.append(ladder_compare.table([rows_of(config, rows, peers=False) for config in variants.values()], list(variants)))
+    for variant, config in variants.items():
+        parts += [f"{variant}:"] if variant else []
+        parts += _variant(rows_of(config, rows), summaries.get(variant))
+    return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def depths(model: "TextModel", rows: Sequence[Row], bounds: "Ceilings") -> str:
-    """Two lines a row, prefill and decode behind its depth. bounds: those of the largest depth."""
-    title = f"{model.path.name}{_machine(rows)}: behind {_cells(rows)}; ceilings at the largest depth"
-    lines = [line for row in rows for line in _depth_lines(row)]
-    return _page(title, bounds, _table(_DEPTH_HEADERS, lines, {0, 1, len(_DEPTH_HEADERS) - 1}), rows, None)
+def rows_of(config: "ModelConfig", rows: Sequence[Row], *, peers: bool = True) -> list[Row]:
+    """The rungs that computed it, and the peers beside them."""
+    wanted = facts(config)
+    return [row for row in rows if (peers and row["line"] == "peer") or all(row[name] == value for name, value in wanted.items())]
 
 
 def ceilings_line(bounds: "Ceilings") -> str:
@@ -38,9 +57,12 @@ def ceilings_line(bounds: "Ceilings") -> str:
     )
 
 
-def _page(title: str, bounds: "Ceilings", table: str, rows: Sequence[Row], summary: "Summary | None") -> str:
-    parts = [title, ceilings_line(bounds), table, "\n".join(_notes(rows)), "" if summary is None else "\n".join(_fit_lines(summary))]
-    return "\n\n".join(part for part in parts if part) + "\n"
+def _variant(rows: Sequence[Row], summary: "Summary | None") -> list[str]:
+    if summary is None:
+        table = markdown_table(_DEPTH_HEADERS, [line for row in rows for line in _depth_lines(row)], {0, 1, len(_DEPTH_HEADERS) - 1})
+    else:
+        table = markdown_table(_RUNG_HEADERS, [_rung_line(row) for row in rows], {0, len(_RUNG_HEADERS) - 1})
+    return [table, "\n".join(_notes(rows)), "" if summary is None else "\n".join(_fit_lines(summary))]
 
 
 def _machine(rows: Sequence[Row]) -> str:
@@ -63,19 +85,19 @@ _RUNG_HEADERS = (
 def _rung_line(row: Row) -> tuple[str, ...]:
     return (
         row["rung"],
-        _number(row["cells_in_window"], 0),
-        _number(row["cells_in_tail"], 0),
-        _mib(row["tail_bytes"], 1),
-        _number(row["pp_tokens_per_second"], 1),
-        _number(row["tg_tokens_per_second"], 1),
-        *(_number(row[name], 3) for name in ("step_ms", "step_ms_stdev", "step_ms_p99")),
-        _number(row["tail_gbps"], 2),
-        _number(row["link_percent"], 0, " %"),
-        *(_number(row[name], 2) for name in ("exposed_ms", "predicted_sum_ms", "predicted_overlap_ms")),
-        _mib(row["peak_device_bytes"], 0),
-        _mib(row["limit_bytes"], 0),
+        number(row["cells_in_window"], 0),
+        number(row["cells_in_tail"], 0),
+        mib(row["tail_bytes"], 1),
+        number(row["pp_tokens_per_second"], 1),
+        number(row["tg_tokens_per_second"], 1),
+        *(number(row[name], 3) for name in ("step_ms", "step_ms_stdev", "step_ms_p99")),
+        number(row["tail_gbps"], 2),
+        number(row["link_percent"], 0, " %"),
+        *(number(row[name], 2) for name in ("exposed_ms", "predicted_sum_ms", "predicted_overlap_ms")),
+        mib(row["peak_device_bytes"], 0),
+        mib(row["limit_bytes"], 0),
         {True: "found", False: "MISSED", None: ""}[row["needle_found"]],
-        _number(row["ttft_seconds"], 3),
+        number(row["ttft_seconds"], 3),
         ", ".join(_flags(row)),
     )
 
@@ -87,12 +109,12 @@ _DEPTH_HEADERS = ("rung", "test", "tok/s", "+/-", "resident", "in tail", "link G
 
 def _depth_lines(row: Row) -> list[tuple[str, ...]]:
     notes = ", ".join(_flags(row))
-    tail = (_number(row["cells_in_window"], 0), _number(row["cells_in_tail"], 0), _number(row["tail_gbps"], 2))
-    cache = (*tail, _number(row["link_percent"], 0, " %"), _mib(row["peak_device_bytes"], 0), _mib(row["limit_bytes"], 0), notes)
+    tail = (number(row["cells_in_window"], 0), number(row["cells_in_tail"], 0), number(row["tail_gbps"], 2))
+    cache = (*tail, number(row["link_percent"], 0, " %"), mib(row["peak_device_bytes"], 0), mib(row["limit_bytes"], 0), notes)
     lines = []
     for kind, rest in (("pp", ("",) * len(cache)), ("tg", cache)):
         if row[f"{kind}_test"] is not None:
-            rate = (_number(row[f"{kind}_tokens_per_second"], 2), _number(row[f"{kind}_tokens_per_second_stdev"], 2))
+            rate = (number(row[f"{kind}_tokens_per_second"], 2), number(row[f"{kind}_tokens_per_second_stdev"], 2))
             lines.append((row["rung"], row[f"{kind}_test"], *rate, *rest))
     return lines
 
@@ -147,30 +169,3 @@ def _fit_lines(summary: "Summary") -> list[str]:
     if summary.knee_bytes is not None:
         lines.append(f"knee: the largest measured tail within 15 % of resident is {format_size(int(summary.knee_bytes))}")
     return [*lines, f"verdict: {summary.verdict.words}"]
-
-
-# -- cells of a table ----------------------------------------------------------------------------------------------------------
-
-
-def _number(value: float | None, digits: int, unit: str = "") -> str:
-    return "" if value is None else f"{value:.{digits}f}{unit}"
-
-
-def _mib(num_bytes: float | None, digits: int) -> str:
-    from rollkv.units import MIB
-
-    return "" if num_bytes is None else f"{num_bytes / MIB:.{digits}f}"
-
-
-def _table(headers: Sequence[str], lines: Sequence[Sequence[str]], left: set[int]) -> str:
-    """A Markdown table that reads as plain text too: numbers to the right, the columns of `left` to the left."""
-    widths = [max(len(line[index]) for line in (headers, *lines)) for index in range(len(headers))]
-
-    def shown(line: Sequence[str]) -> str:
-        words = (
-            word.ljust(width) if index in left else word.rjust(width) for index, (word, width) in enumerate(zip(line, widths, strict=True))
-        )
-        return f"| {' | '.join(words)} |"
-
-    rule = (("-" * width) if index in left else "-" * (width - 1) + ":" for index, width in enumerate(widths))
-    return "\n".join((shown(headers), f"| {' | '.join(rule)} |", *map(shown, lines)))

@@ -1,23 +1,23 @@
 """`rollkv logit-equiv`: whether other windows, KV types, backends or engines give the logits of the resident run."""
 
 from contextlib import ExitStack
-from itertools import zip_longest
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rollkv.cli import options, results
+from rollkv.cli import options, positions, results
+from rollkv.cli.equiv_options import sizes, spec_lists, stored_reference, text_ids
 from rollkv.config import DEFAULT_UBATCH
 from rollkv.errors import UsageError
 
 if TYPE_CHECKING:
     from rollkv.logit_file import LogitFile
     from rollkv.metrics import Limits
+    from rollkv.tasks.equiv_specs import RunSpec
     from rollkv.tasks.generate import TextModel
-    from rollkv.tasks.logit_equiv import EquivRow, RunSpec
-
-_PROSE_TOKENS = 1024
+    from rollkv.tasks.logit_equiv import EquivRow
 
 
 def logit_equiv(
@@ -39,6 +39,11 @@ def logit_equiv(
     backend: Annotated[str, typer.Option(metavar="LIST", help="auto, cuda or host; further entries are compared with the first.")] = "auto",
     reference: Annotated[Path | None, typer.Option(help="Compare with the logits in this .npz instead of a resident run.")] = None,
     save: Annotated[Path | None, typer.Option(help="Keep the reference's logits in this .npz.")] = None,
+    dca: options.DcaList = "auto",
+    dca_chunk: options.DcaChunk = None,
+    dca_local: options.DcaLocal = None,
+    rope_original_ctx: options.RopeOriginalCtx = None,
+    hf_config: options.HfConfig = None,
     ubatch: options.Ubatch = DEFAULT_UBATCH,
     device: Annotated[int, typer.Option(metavar="INDEX", help="Which GPU.")] = 0,
     portable: options.Portable = False,
@@ -55,22 +60,28 @@ def logit_equiv(
     if reference is not None and (save is not None or text is not None or tokens is not None):
         raise UsageError("--reference brings its own tokens and logits; leave out --text, --tokens and --save")
 
+    from rollkv.counts import split_list
     from rollkv.metrics import Limits
     from rollkv.models import default_model
+    from rollkv.tasks import equiv_specs as equiv
     from rollkv.tasks import generate as task
-    from rollkv.tasks import logit_equiv as equiv
+    from rollkv.tasks.logit_equiv import DEFAULT_NOISE
 
     opened = task.open_text_model(model or default_model())
-    stored = _stored(reference, opened)
-    ids = stored.tokens.tolist() if stored else _ids(opened, text, tokens)
+    stored = stored_reference(reference, opened)
+    ids = stored.tokens.tolist() if stored else text_ids(opened, text, tokens)
     if not 0 <= decode <= len(ids):
         raise UsageError(f"--decode {decode}: the text has {len(ids)} tokens; give a number from 0 to {len(ids)}")
-    first, others = _specs(len(ids), ubatch, cache_type_k, cache_type_v, backend)
-    caps = _sizes(vram_target)
+    modes = split_list(dca, "--dca")
+    cache = task.cache_config(len(ids), ubatch=ubatch)
+    configs = positions.variants(opened.config, cache, modes, dca_chunk, dca_local, rope_original_ctx, hf_config)
+    opened = replace(opened, config=configs[0])
+    first, others = spec_lists(configs, cache, cache_type_k, cache_type_v, backend)
+    caps = sizes(vram_target)
     specs = equiv.candidate_specs(first, windows, caps, others, own_reference=stored is None)
     given = Limits(bit_equal, max_kld, max_nmse, min_top1)
     asked = None if given == Limits() else given
-    _run(opened, ids, decode, first, specs, stored, save, asked, equiv.DEFAULT_NOISE if noise is None else noise, device, portable, output)
+    _run(opened, ids, decode, first, specs, stored, save, asked, DEFAULT_NOISE if noise is None else noise, device, portable, output)
 
 
 def _run(
@@ -91,6 +102,7 @@ def _run(
     from rollkv.engine import Engine, load
     from rollkv.logit_file import logits_bytes
     from rollkv.tasks import logit_equiv as equiv
+    from rollkv.tasks.equiv_specs import limits_for
     from rollkv.tasks.record import machine_facts
     from rollkv.units import format_size
 
@@ -101,6 +113,7 @@ def _run(
             engine = load(
                 model.path,
                 spec.cache,
+                config=spec.config,
                 vram_target=spec.vram_target,
                 backend=spec.backend,
                 device=device,
@@ -130,7 +143,7 @@ def _run(
             specs,
             num_decode=num_decode,
             noise=noise,
-            limits=lambda spec: equiv.limits_for(spec, asked, own_reference=stored is None),
+            limits=lambda spec: limits_for(spec, asked, own_reference=stored is None),
             progress_for=progress_for,
             describe=machine_facts,
         )
@@ -147,17 +160,25 @@ def _print(model: "TextModel", rows: "list[EquivRow]", shared: dict[str, Any], o
     failure = "not equivalent: " + " | ".join(failed) if failed else None
     verdict = failure or f"equivalent: {len(rows)} of {len(rows)} candidates keep their limits"
     source = record.source_facts("logit-equiv") | record.model_facts(model.path).as_dict() | {"utc_time": record.utc_time()}
-    records = [source | shared | record.cache_facts(row.spec.cache, row.spec.vram_target) | row.machine | row.as_dict() for row in rows]
+    records = [source | shared | _asked(row.spec) | row.machine | row.as_dict() for row in rows]
     results.finish(output, f"{_text(model, rows, shared)}\nverdict: {verdict}\n", records, {}, failure)
+
+
+def _asked(spec: "RunSpec") -> dict[str, object]:
+    from rollkv import dual_chunk
+    from rollkv.tasks import record
+
+    return record.cache_facts(spec.cache, spec.vram_target) | dual_chunk.facts(spec.config)
 
 
 def _text(model: "TextModel", rows: "list[EquivRow]", shared: dict[str, Any]) -> str:
     from rollkv import report
+    from rollkv.dual_chunk import short_words
 
     headers = ("candidate", "in tail", "equal rows", "max diff", "NMSE", "KLD mean", "99.9 %", "max", "TV mean", "same top", "real", "")
     lines = [_line(row) for row in rows]
     parts = [
-        f"{model.path.name}, {shared['num_tokens']} tokens, the last {shared['decode_tokens']} one by one; reference: {shared['reference']}",
+        f"{model.path.name}, {short_words(model.config)}, {shared['num_tokens']} tokens, the last {shared['decode_tokens']} one by one; reference: {shared['reference']}",
         report.table(lines, headers, ("left", *["right"] * (len(headers) - 2), "left")),
     ]
     for limits in dict.fromkeys(row.limits for row in rows):
@@ -192,58 +213,3 @@ def _difference(model: "TextModel", row: "EquivRow") -> str:
         kind = "a tie within" if first.margin <= noise else "beyond"
         weight = f"the reference's margin there is {first.margin:.3g}, {kind} the noise of {noise:g}"
     return f"{row.spec.label}: first other top token at position {first.position}, {got!r} instead of {want!r}; {weight}"
-
-
-# -- options to specs ----------------------------------------------------------------------------------------------------------
-
-
-def _stored(path: Path | None, model: "TextModel") -> "LogitFile | None":
-    if path is None:
-        return None
-    from rollkv.logit_file import LogitFile
-    from rollkv.tasks.logit_equiv import check_reference
-
-    stored = LogitFile(path)
-    check_reference(stored, model.config.vocab_size)
-    return stored
-
-
-def _ids(model: "TextModel", text: Path | None, tokens: str | None) -> list[int]:
-    """The tokens to run over. Raises UsageError when the text has fewer than were asked for."""
-    from rollkv.counts import parse_count
-    from rollkv.tasks.logit_equiv import prose_ids
-
-    wanted = None if tokens is None else parse_count(tokens, "--tokens")
-    if text is None:
-        return prose_ids(model.tokenizer.encode, wanted or _PROSE_TOKENS)
-    ids = list(model.tokenizer.encode(options.read_prompt(None, str(text), "--text") or ""))
-    if not ids or (wanted is not None and wanted > len(ids)):
-        raise UsageError(
-            f"--text {text}: it has {len(ids)} tokens, {wanted or 'one or more'} are wanted; lower --tokens or give a longer text"
-        )
-    return ids[:wanted]
-
-
-def _specs(num_tokens: int, ubatch: int, keys: str, values: str, backends: str) -> "tuple[RunSpec, tuple[RunSpec, ...]]":
-    """The reference's configuration, and the candidates that the further entries of the lists name."""
-    from rollkv.counts import split_list
-    from rollkv.tasks.generate import cache_config
-    from rollkv.tasks.logit_equiv import RunSpec, other_specs
-
-    key_types, value_types = split_list(keys, "--cache-type-k"), split_list(values, "--cache-type-v")
-    names = split_list(backends, "--backend")
-    for name in names:
-        if name not in ("auto", "cuda", "host"):
-            raise UsageError(f"--backend {name!r} is not known; choose auto, cuda or host")
-    for key, value in zip_longest(key_types, value_types, fillvalue="f16"):
-        cache_config(num_tokens, ubatch=ubatch, cache_type_k=key, cache_type_v=value)  # refuses unknown names
-    cache = cache_config(num_tokens, residency="full", ubatch=ubatch, cache_type_k=key_types[0], cache_type_v=value_types[0])
-    first = RunSpec("resident", cache, names[0])  # type: ignore[arg-type]
-    return first, other_specs(first, key_types, value_types, names)
-
-
-def _sizes(text: str | None) -> tuple[int, ...]:
-    from rollkv.counts import split_list
-    from rollkv.units import parse_size
-
-    return () if text is None else tuple(parse_size(word, "--vram-target") for word in split_list(text, "--vram-target"))

@@ -1,12 +1,13 @@
 """`rollkv needle`: whether a sentence planted anywhere in a long text is found again, wherever its cells lie."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rollkv.cli import options, results
+from rollkv.cli import options, positions, results
 from rollkv.config import DEFAULT_UBATCH
 from rollkv.errors import UsageError
 
@@ -51,6 +52,11 @@ def needle(
     ubatch: options.Ubatch = DEFAULT_UBATCH,
     cache_type_k: options.CacheTypeK = "f16",
     cache_type_v: options.CacheTypeV = "f16",
+    dca: options.Dca = "auto",
+    dca_chunk: options.DcaChunk = None,
+    dca_local: options.DcaLocal = None,
+    rope_original_ctx: options.RopeOriginalCtx = None,
+    hf_config: options.HfConfig = None,
     backend: Annotated[
         str, typer.Option(metavar="auto|cuda|host", help="GPU, or the slow reference in NumPy; auto takes a GPU if usable.")
     ] = "auto",
@@ -68,6 +74,7 @@ def needle(
 
     from rollkv import plots, report
     from rollkv.counts import parse_counts, parse_percentages
+    from rollkv.dual_chunk import short_words
     from rollkv.engine import Engine, load
     from rollkv.models import default_model
     from rollkv.tasks import generate as task
@@ -92,12 +99,15 @@ def needle(
         cache_type_k=cache_type_k,
         cache_type_v=cache_type_v,
     )
+    config = positions.positioned(opened.config, cache, dca, dca_chunk, dca_local, rope_original_ctx, hf_config)
+    opened = replace(opened, config=config)
 
     def open_engine() -> Engine:
         with report.PhaseProgress("loading", format_size) as loading:
             engine = load(
                 opened.path,
                 cache,
+                config=opened.config,
                 vram_target=cap,
                 backend=backend,  # type: ignore[arg-type]
                 device=device,
@@ -111,7 +121,7 @@ def needle(
 
     rows, interrupted = _run(opened, request, _identity(opened, request, cache, cap, backend), out, open_engine)
     if plot is not None:
-        plots.needle_grid(rows, plot, f"{opened.path.name}, {style}")
+        plots.needle_grid(rows, plot, f"{opened.path.name}, {style}, {short_words(opened.config)}")
     _finish(opened, rows, output, interrupted)
 
 
@@ -158,6 +168,7 @@ def _progress(cell: tuple[int, float]) -> Any:
 
 def _identity(model: "TextModel", request: "NeedleRequest", cache: "CacheConfig", cap: int | None, backend: str) -> dict[str, object]:
     """What a stored row must share with this run to stand for one of its cells."""
+    from rollkv import dual_chunk
     from rollkv.tasks import record
 
     facts = record.model_facts(model.path).as_dict()
@@ -169,11 +180,12 @@ def _identity(model: "TextModel", request: "NeedleRequest", cache: "CacheConfig"
         "reply_asked": request.reply_tokens,
         "temperature": 0.0,
     }
-    return record.source_facts("needle") | facts | record.cache_facts(cache, cap) | asked | own
+    return record.source_facts("needle") | facts | record.cache_facts(cache, cap) | dual_chunk.facts(model.config) | asked | own
 
 
 def _finish(model: "TextModel", rows: list[Mapping[str, Any]], output: str, interrupted: bool) -> None:
     from rollkv import report
+    from rollkv.dual_chunk import short_words
     from rollkv.tasks import needle as task
 
     passed, shown = task.verdict(rows)
@@ -181,7 +193,7 @@ def _finish(model: "TextModel", rows: list[Mapping[str, Any]], output: str, inte
     first = rows[0]
     text = "\n".join(
         (
-            f"{model.path.name}, {first['style']} style, seed {first['seed']}, lengths in cells\n",
+            f"{model.path.name}, {first['style']} style, seed {first['seed']}, {short_words(model.config)}, lengths in cells\n",
             report.table(lines, headers, ("right", *["left"] * (len(headers) - 1))),
             *(["* in the streamed tail, at least in part"] if any(row["place"] in ("tail", "both") for row in rows) else []),
             f"\n{shown}",

@@ -43,6 +43,39 @@ FittingUbatch = Annotated[
 ]
 CacheTypeK = Annotated[str, typer.Option(metavar="f16|bf16|f32", help="Type of the cached keys.")]
 CacheTypeV = Annotated[str, typer.Option(metavar="f16|bf16|f32", help="Type of the cached values.")]
+Dca = Annotated[
+    str, typer.Option("--dca", metavar="auto|on|off", help="Dual chunk attention: as the file or --hf-config declares it, on, or off.")
+]
+DcaList = Annotated[
+    str,
+    typer.Option(
+        "--dca",
+        metavar="LIST",
+        help="Dual chunk attention: auto (as the file or --hf-config declares it), on, off; or two of them to compare.",
+    ),
+]
+DcaChunk = Annotated[
+    int | None,
+    typer.Option("--dca-chunk", metavar="CELLS", help="The largest distance. Default: as declared, or 3/4 of the trained length."),
+]
+DcaLocal = Annotated[
+    int | None,
+    typer.Option(
+        "--dca-local", metavar="CELLS", help="Newest cells, whose distances are true. Default: as declared, or 1/12 of the chunk."
+    ),
+]
+RopeOriginalCtx = Annotated[
+    int | None,
+    typer.Option(
+        "--rope-original-ctx",
+        metavar="CELLS",
+        help="Length behind which dual chunk attention raises scores. Default: as declared, or trained.",
+    ),
+]
+HfConfig = Annotated[
+    Path | None,
+    typer.Option("--hf-config", metavar="FILE", help="config.json of the model at Hugging Face, for what its GGUF file does not declare."),
+]
 Portable = Annotated[
     bool, typer.Option("--portable", hidden=True, help="Take the CUDA kernels that every card can run, not those for this one.")
 ]

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from rollkv.cli import options
+from rollkv.cli import options, positions
 from rollkv.errors import UsageError
 
 
@@ -19,6 +19,11 @@ def plan(
     ubatch: options.FittingUbatch = None,
     cache_type_k: options.CacheTypeK = "f16",
     cache_type_v: options.CacheTypeV = "f16",
+    dca: options.Dca = "auto",
+    dca_chunk: options.DcaChunk = None,
+    dca_local: options.DcaLocal = None,
+    rope_original_ctx: options.RopeOriginalCtx = None,
+    hf_config: options.HfConfig = None,
     device: Annotated[
         int | None, typer.Option(metavar="INDEX", help="Which GPU's rates to reckon with. Default: the first, if any.")
     ] = None,
@@ -34,7 +39,8 @@ def plan(
     if link_gbps is not None and not 0 < link_gbps < inf:
         raise UsageError(f"--link-gbps {link_gbps:g}: the value must be a finite number above zero, such as 25")
 
-    from rollkv import report
+    from rollkv import dual_chunk, report
+    from rollkv.engine import check_length
     from rollkv.engine import plan as plan_run
     from rollkv.model_config import model_config
     from rollkv.models import default_model
@@ -54,17 +60,19 @@ def plan(
         cache_type_k=cache_type_k,
         cache_type_v=cache_type_v,
     )
-    if cache.ctx_size > config.context_length:
-        report.warn(f"a context of {cache.ctx_size} cells is longer than the {config.context_length} that the model was trained for")
+    config = positions.positioned(config, cache, dca, dca_chunk, dca_local, rope_original_ctx, hf_config)
+    check_length(config, cache.ctx_size, path, report.warn)
     rates, link = known_rates(device, again=probe_link, tell=report.note, warn=report.warn)
     if link_gbps is not None:
         rates = replace(rates, link=1e9 * link_gbps, link_origin="given")
-    budget = plan_run(path, cache, vram_target=cap, rates=rates)
+    budget = plan_run(path, cache, config=config, vram_target=cap, rates=rates)
     if (words := shrunk_words(cache, config, budget)) is not None:
         report.warn(words)
     if as_json:
-        report.write_json({"model": str(path), "ctx_size": cache.ctx_size, "budget": budget.as_dict(), **link.as_dict()})
+        facts = {"model": str(path), "ctx_size": cache.ctx_size, **dual_chunk.facts(config)}
+        report.write_json({**facts, "budget": budget.as_dict(), **link.as_dict()})
     else:
-        report.write_text(f"{path}, {cache.ctx_size} cells\n{report.budget_table(budget)}\n{report.prediction_line(budget)}\n")
+        heading = f"{path}, {cache.ctx_size} cells, {dual_chunk.short_words(config)}"
+        report.write_text(f"{heading}\n{report.budget_table(budget)}\n{report.prediction_line(budget)}\n")
     if verbose:
         report.note(report.ring_line(budget))

@@ -10,7 +10,7 @@ from rollkv.backend import PageRun, PartStates, Projected, RmsNorm
 from rollkv.config import Dtype, LayerConfig, PageFormat, RopeConfig, SamplingParams
 from rollkv.cuda import gemm
 from rollkv.cuda.device import DeviceArray, Launcher
-from rollkv.cuda.kernels import add, attn_decode, attn_merge, attn_prefill, choose, embed, linear_rows, qkv_append, rope_table
+from rollkv.cuda.kernels import add, attn_decode, attn_merge, attn_prefill, choose, embed, linear_rows, qkv_append, queries, rope_table
 from rollkv.cuda.weights_gpu import CudaWeight
 from rollkv.workspace import GEMM_WORKSPACE_BYTES, MAX_FEW_ROWS
 
@@ -107,17 +107,27 @@ class Operations(ABC):
             raise ValueError(f"{x.shape[0]} rows are more than reserve_linear was told of")
         return self._large
 
-    def rope_table(self, rope: RopeConfig, position: DeviceArray, out: DeviceArray) -> None:
+    def rope_table(self, rope: RopeConfig, position: DeviceArray, prompt_cells: DeviceArray, out: DeviceArray) -> None:
         constants = self._ropes.get(rope)
         if constants is None:  # a few hundred bytes, once a rotation, in the first step
             frequency, magnitude = rope_table.table_constants(rope)
             constants = self._ropes[rope] = self.upload("rope frequencies", frequency.view(np.uint8)), magnitude
-        rope_table.rope_table(self.launcher, position, constants[0], out, magnitude=constants[1])
+        rope_table.rope_table(self.launcher, rope, position, prompt_cells, constants[0], out, magnitude=constants[1])
 
     def append(
-        self, projected: Projected, position: DeviceArray, runs: tuple[PageRun, ...], page: PageFormat, first_position: int, q: DeviceArray
+        self,
+        projected: Projected,
+        position: DeviceArray,
+        runs: tuple[PageRun, ...],
+        page: PageFormat,
+        first_position: int,
+        band: int,
+        q: DeviceArray,
     ) -> None:
-        qkv_append.qkv_append(self.launcher, projected, position, runs, page, first_position, q)
+        qkv_append.qkv_append(self.launcher, projected, position, runs, page, first_position, band, q)
+
+    def queries(self, projected: Projected, band: int, q: DeviceArray) -> None:
+        queries.queries(self.launcher, projected, band, q)
 
     def attend_step(
         self,

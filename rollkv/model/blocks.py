@@ -31,16 +31,19 @@ def _attend_one(model: Model, step: Step, index: int, projected: Projected) -> A
 
 
 def _attend_many(model: Model, step: Step, index: int, projected: Projected) -> Array:
-    """Prefill: appends; then query tiles walk the pages from old to new, their running state carried from run to run. What was projected has been
-    read by then, so its array takes what was attended, f32 [T, H*Dv]."""
+    """Prefill: appends; then query tiles walk the pages from old to new, their running state carried from run to run, and turn anew where another
+    band of pages begins. The last launch alone writes what was attended, f32 [T, H*Dv], so it takes the array of what was projected."""
     layer, page, workspace = model.config.layers[index], model.cache.formats[index], model.workspace
     tokens = step.num_tokens
     q = workspace["q"].view((tokens, layer.num_heads * layer.key_dim))
     out = workspace["qkv"].view((tokens, layer.num_heads * layer.value_dim))
     state = workspace["attention.state"].view((tokens, layer.num_heads * (layer.value_dim + STATE_EXTRA)))
-    model.cache.append(index, projected, step.position_array, step.position, q)
+    turned = model.cache.append(index, projected, step.position_array, step.position, q)
     first = True
-    for run, last in model.cache.walk(index):
+    for run, band, last in model.cache.walk(index):
+        if band != turned:
+            model.backend.queries(projected, band, q)
+            turned = band
         model.backend.attend_tile(
             q, step.position_array, run, layer, page, model.config.attention_scale, state, first=first, last=last, out=out
         )

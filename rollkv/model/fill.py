@@ -19,7 +19,7 @@ def append_random(model: Model, position: int, num_tokens: int, draw: np.random.
     backend, workspace, layers = model.backend, model.workspace, model.config.layers
     step = enter(model, np.zeros(num_tokens, np.int32), position)
     for rope, table in step.tables.items():
-        backend.rope_table(rope, step.position_array, table)
+        backend.rope_table(rope, step.position_array, workspace["prompt_cells"], table)
     drawn = draw.standard_normal((num_tokens, max(_kv_columns(layer) for layer in layers)), np.float32)
     written: tuple[int, int] | None = None
     model.cache.begin_append(position, num_tokens)

@@ -8,6 +8,7 @@ from rollkv.backend import Array
 from rollkv.config import SamplingParams
 from rollkv.model import gemma3, llama
 from rollkv.model.step import Model, Step
+from rollkv.rope import rotations
 
 LAYERS: dict[str, Callable[[Model, Step, int, Array], None]] = {
     "llama": llama.layer,
@@ -29,9 +30,18 @@ def move_to(model: Model, position: int) -> None:
     model.backend.write(model.workspace["position"], np.array([position], np.int32))
 
 
+def announce(model: Model, prompt_cells: int) -> None:
+    """Puts the length of the whole prompt into device memory."""
+    model.backend.write(model.workspace["prompt_cells"], np.array([prompt_cells], np.int32))
+
+
 def step_at(model: Model, num_tokens: int, position: int) -> Step:
-    """The step of the tokens that the sequence holds at cells position .. position + num_tokens - 1; the device's position must stand there."""
-    tables = {rope: model.workspace[f"rope.{number}"].rows(num_tokens) for number, rope in enumerate(model.ropes)}
+    """The step of the tokens that the sequence holds at cells position .. position + num_tokens - 1; the device's position must stand there. If it
+    is to attend, they lie in one chunk of every rotation (rope.bands)."""
+    tables = {
+        rope: model.workspace[f"rope.{number}"].view((rotations(rope), num_tokens, rope.dim // 2, 2))
+        for number, rope in enumerate(model.ropes)
+    }
     return Step(num_tokens, position, model.workspace["position"], tables)
 
 
@@ -46,7 +56,7 @@ def forward(model: Model, step: Step, after_layer: Callable[[int, Array], None] 
 
     model.cache.begin_step(step.position, step.num_tokens)
     for rope, table in step.tables.items():
-        backend.rope_table(rope, step.position_array, table)
+        backend.rope_table(rope, step.position_array, workspace["prompt_cells"], table)
     backend.embed(workspace["sequence"], step.position_array, model.weights.token_embd, config.embedding_scale, hidden)
     for index in range(config.num_layers):
         layer(model, step, index, hidden)

@@ -37,6 +37,9 @@ def rehearse(backend: Backend, config: ModelConfig, cache: CacheConfig, tensors:
     counts = sorted({cache.ctx_size, *(1 << n for n in range(cache.ctx_size.bit_length()))})
     # On both sides of each: a sliding window reaches one page more where its ends lie inside pages.
     steps += [(1, position) for cells in counts for position in (cells - 1, cells) if position < cache.ctx_size]
+    # Where the second chunk begins, queries turn more than once.
+    borders = {rope.dual_chunk.stride_cells for rope in ropes_of(few) if rope.dual_chunk is not None}
+    steps += [(2, position) for position in sorted(borders) if position + 2 <= cache.ctx_size]
     for tokens, position in steps:
         hidden = forward(model, enter(model, np.zeros(tokens, np.int32), position))
         rows_out = logits(model, hidden.rows(min(tokens, MAX_FEW_ROWS)))

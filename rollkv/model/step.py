@@ -38,4 +38,4 @@ class Step:
     num_tokens: int  # T
     position: int
     position_array: Array  # i32 [1]
-    tables: dict[RopeConfig, Array]  # f32 [T, dim/2, 2]
+    tables: dict[RopeConfig, Array]  # f32 [R, T, dim/2, 2]

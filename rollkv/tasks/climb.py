@@ -1,6 +1,6 @@
 """Speed against the size of the tail, or against the depth: one run a rung.
 
-The weights are loaded once; for every rung the cache is planned anew, with a window, a cap or a context of its own. A repetition fills the
+The weights are loaded once; for every rung the cache is planned anew, with a window, a cap, a context or rotations of its own. A repetition fills the
 cache to the rung's depth and decodes. A step's time runs from one chosen token to the next on the host's clock; the tail is what the cache
 says was copied in during the measured steps, not what was planned. Yields results, prints nothing.
 """
@@ -12,12 +12,11 @@ from contextlib import AbstractContextManager, ExitStack
 
 import numpy as np
 
-from rollkv.config import ModelConfig
 from rollkv.engine import Engine, Progress
 from rollkv.errors import OutOfMemoryError
 from rollkv.ladder_fit import Fit, agree, place_rungs
 from rollkv.pages import pages_for
-from rollkv.tasks.ladder import MAX_WARM_STEPS, Climb, Prompt, Repetition, Rung, RungResult, largest_tail, tail_rungs
+from rollkv.tasks.ladder import MAX_WARM_STEPS, Climb, Prompt, Repetition, Rung, RungResult, in_variants, largest_tail, tail_rungs
 
 MIN_WARM_STEPS = 4  # a step is recorded in the second and replayed from the third on
 WARM_WITHIN = 0.02
@@ -30,7 +29,6 @@ Describe = Callable[[Engine], dict[str, object]]
 
 def run_climb(
     climb: Climb,
-    config: ModelConfig,
     link_rate: float | None,
     open_engine: Open,
     prompt_for: PromptFor,
@@ -53,7 +51,7 @@ def run_climb(
                 if engine is None:
                     engine = loaded.enter_context(open_engine(rung))
                 else:
-                    engine.replan(rung.cache, rung.vram_target)
+                    engine.replan(rung.cache, rung.vram_target, rung.config)
                 result = _measure(engine, rung, climb, prompt_for, progress_for(rung), describe, clock)
             except OutOfMemoryError as error:
                 result = RungResult(rung, climb, refusal=str(error))
@@ -63,9 +61,9 @@ def run_climb(
             yield result
             if place:
                 t0 = result.seconds if result.ran else None
-                tails = place_rungs(place, largest_tail(config, first.cache), Fit("overlap", t0, link_rate).knee_bytes())
-                placed = tail_rungs(config, first.cache, first.depth, tails)
-                todo.extend(other for other in placed if other.cache.residency == "window")
+                tails = place_rungs(place, largest_tail(first.config, first.cache), Fit("overlap", t0, link_rate).knee_bytes())
+                placed = tail_rungs(first.config, first.cache, first.depth, tails)
+                todo.extend(in_variants([other for other in placed if other.cache.residency == "window"], climb.variants))
                 place = 0
 
 

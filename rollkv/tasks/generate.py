@@ -5,7 +5,7 @@ Everything that can be refused is refused before the weights load: a prompt beco
 
 import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -13,9 +13,11 @@ import numpy as np
 
 from rollkv.chat import render_chat
 from rollkv.config import DEFAULT_PAGE_CELLS, DEFAULT_UBATCH, SMALLEST_UBATCH, CacheConfig, KvType, ModelConfig, SamplingParams
+from rollkv.dual_chunk import DualChunkRequest, Mode, with_dual_chunk
 from rollkv.engine import BackendName, Engine, Progress
 from rollkv.engine import load as load_engine
 from rollkv.errors import UsageError
+from rollkv.hf_config import hf_dual_chunk
 from rollkv.model_config import model_config
 from rollkv.models import default_model
 from rollkv.sampling import check_sampling
@@ -116,6 +118,22 @@ def cache_config(
         raise UsageError(f"--residency full keeps every cell in VRAM and --window {window_cells} does not; give one of them")
     rows, smallest = (DEFAULT_UBATCH, SMALLEST_UBATCH) if ubatch is None else (ubatch, None)
     return CacheConfig(ctx_size, page_cells, cache_type_k, cache_type_v, rows, residency, window_cells, smallest)  # type: ignore[arg-type]
+
+
+def dual_chunk_request(
+    config: ModelConfig,
+    mode: str = "auto",
+    chunk_cells: int | None = None,
+    local_cells: int | None = None,
+    original_context: int | None = None,
+    hf_config: str | Path | None = None,
+) -> DualChunkRequest:
+    """What with_dual_chunk is asked for this model; hf_config: a config.json, whose declaration takes the place of the file's. Raises UsageError,
+    ModelFileError."""
+    if mode not in get_args(Mode):
+        raise UsageError(f"--dca {mode!r} is not known; choose one of {', '.join(get_args(Mode))}")
+    declared = None if hf_config is None else hf_dual_chunk(Path(hf_config), config)
+    return DualChunkRequest(mode, chunk_cells, local_cells, original_context, declared)  # type: ignore[arg-type]
 
 
 class Generation(Iterator[str]):
@@ -240,6 +258,11 @@ def load(
     cache_type_k: str = "f16",
     cache_type_v: str = "f16",
     page_cells: int = DEFAULT_PAGE_CELLS,
+    dca: str = "auto",
+    dca_chunk: int | None = None,
+    dca_local: int | None = None,
+    rope_original_ctx: int | None = None,
+    hf_config: str | Path | None = None,
     backend: BackendName = "auto",
     device: int = 0,
     warn: Callable[[str], None] | None = None,
@@ -248,7 +271,8 @@ def load(
 
     vram_target: bytes, or text such as "6GiB": what the process may hold on the device, all included. ctx_size: cells of the context,
     4096 unless given, or what the model was trained for if that is less. ubatch: prompt tokens in one pass, 4096 unless given, or less where
-    memory is short. warn takes one-line messages; without it they are Python warnings.
+    memory is short. dca and what stands behind it: dual chunk attention, docs/dca.md. warn takes one-line messages; without it they are Python
+    warnings.
     Raises ModelFileError, UnsupportedModelError, OutOfMemoryError, DeviceError, UsageError.
     """
     tell = warn or (lambda message: warnings.warn(message, RuntimeWarning, stacklevel=3))
@@ -264,8 +288,11 @@ def load(
         cache_type_v=cache_type_v,
         page_cells=page_cells,
     )
+    request = dual_chunk_request(model.config, dca, dca_chunk, dca_local, rope_original_ctx, hf_config)
+    model = replace(model, config=with_dual_chunk(model.config, request, page_cells))
     cap = parse_size(vram_target, "vram_target") if isinstance(vram_target, str) else vram_target
-    return TextEngine(load_engine(model.path, cache, vram_target=cap, backend=backend, device=device, warn=tell), model)
+    engine = load_engine(model.path, cache, config=model.config, vram_target=cap, backend=backend, device=device, warn=tell)
+    return TextEngine(engine, model)
 
 
 def _checked_ids(request: TextRequest, vocab_size: int) -> list[int]:

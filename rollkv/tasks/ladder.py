@@ -1,6 +1,6 @@
 """The words of a ladder: its rungs, what every rung does, and what was measured. Plain data; tasks/climb.py runs it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Literal
@@ -20,14 +20,20 @@ class Rung:
     """One configuration to plan. depth: cells in the cache before the first step."""
 
     label: str
+    config: ModelConfig
     cache: CacheConfig
     depth: int
     vram_target: int | None = None  # bytes
+    variant: str = ""  # tells rungs of the same label apart, where each is measured in several ways
+
+    @property
+    def name(self) -> str:
+        return f"{self.label}, {self.variant}" if self.variant else self.label
 
 
 @dataclass(frozen=True)
 class Climb:
-    """What every rung does, and the rungs; behind the first, which is resident, num_placed - 1 more may be placed."""
+    """What every rung does, and the rungs. Behind the first, which is resident, num_placed - 1 more may be placed, each in all variants."""
 
     rungs: tuple[Rung, ...]
     num_steps: int
@@ -36,6 +42,11 @@ class Climb:
     num_prompt: int | None = None  # tokens behind the depth whose prefill is timed; None: the prefill of the depth itself is
     num_placed: int = 0
     reload: bool = False  # load the weights for every rung, so that the device is free between them
+
+    @property
+    def variants(self) -> dict[str, ModelConfig]:
+        """What the rungs compute, in the order in which they do."""
+        return {rung.variant: rung.config for rung in self.rungs}
 
     @property
     def times_depth(self) -> bool:
@@ -134,8 +145,13 @@ def context_size(depth: int, num_steps: int, num_prompt: int | None = None) -> i
     return depth + (num_prompt or 0) + max(MAX_WARM_STEPS + num_steps, REPLY_TOKENS)
 
 
-def resident_rung(cache: CacheConfig, depth: int) -> Rung:
-    return Rung("resident", replace(cache, residency="full", window_cells=None), depth)
+def in_variants(rungs: Sequence[Rung], variants: Mapping[str, ModelConfig]) -> tuple[Rung, ...]:
+    """Each rung in every variant, one behind the other, so that they can be compared."""
+    return tuple(replace(rung, config=config, variant=variant) for rung in rungs for variant, config in variants.items())
+
+
+def resident_rung(config: ModelConfig, cache: CacheConfig, depth: int) -> Rung:
+    return Rung("resident", config, replace(cache, residency="full", window_cells=None), depth)
 
 
 def tail_rungs(config: ModelConfig, cache: CacheConfig, depth: int, tails: Sequence[float]) -> tuple[Rung, ...]:
@@ -151,13 +167,14 @@ def tail_rungs(config: ModelConfig, cache: CacheConfig, depth: int, tails: Seque
                 f"{format_size((total - 1) * page_bytes)}; lower --tail or raise --depth"
             )
         windowed = replace(cache, residency="window", window_cells=(total - pages) * cache.page_cells)
-        rungs[pages] = Rung(f"tail {format_size(pages * page_bytes)}", windowed, depth) if pages else resident_rung(cache, depth)
+        label = f"tail {format_size(pages * page_bytes)}"
+        rungs[pages] = Rung(label, config, windowed, depth) if pages else resident_rung(config, cache, depth)
     return tuple(rungs.values())
 
 
-def cap_rung(cache: CacheConfig, depth: int, cap: int) -> Rung:
+def cap_rung(config: ModelConfig, cache: CacheConfig, depth: int, cap: int) -> Rung:
     """Whatever fits under a cap in bytes stays resident."""
-    return Rung(f"cap {format_size(cap)}", replace(cache, residency="auto", window_cells=None), depth, cap)
+    return Rung(f"cap {format_size(cap)}", config, replace(cache, residency="auto", window_cells=None), depth, cap)
 
 
 def tail_page_bytes(config: ModelConfig, cache: CacheConfig) -> int:

@@ -154,10 +154,9 @@ def bench_name(kind: str, count: int, depth: int) -> str:
 
 
 def lost_needles(results: Sequence[RungResult]) -> list[str]:
-    """Labels of the rungs that missed a needle which a rung without a tail found: the same prompts must give the same replies."""
-    if not any(result.found and not result.tail_bytes for result in results if result.ran):
-        return []
-    return [result.rung.label for result in results if result.found is False]
+    """Names of the rungs that missed a needle which a rung of their variant without a tail found: the same prompts must give the same replies."""
+    found = {result.rung.variant for result in results if result.ran and result.found and not result.tail_bytes}
+    return [result.rung.name for result in results if result.found is False and result.rung.variant in found]
 
 
 def over_limit(result: RungResult) -> bool | None:

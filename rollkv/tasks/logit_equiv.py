@@ -12,41 +12,25 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
-from math import ceil
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from rollkv.config import CacheConfig
-from rollkv.counts import parse_count, parse_percentage, split_list
-from rollkv.engine import BackendName, Engine, Progress
+from rollkv.engine import Engine, Progress
 from rollkv.errors import CheckFailed, OutOfMemoryError, UsageError
 from rollkv.logit_file import LogitFile, LogitFileWriter, logits_bytes
 from rollkv.metrics import Comparison, Limits, RowComparison, SliceFigures, measure_slice
 from rollkv.pages import pages_for
 from rollkv.prose import running_text
+from rollkv.tasks.equiv_specs import RunSpec
 from rollkv.units import format_size
 
-DEFAULT_WINDOWS = "100%,50%,25%,1page"
 # Rounding activations to 16 bits moves the logits of small models by 0.004 rms; a margin this small may go either way.
 DEFAULT_NOISE = 0.05
-# Rounding activations to 8 bits, as other engines do, costs a mean KLD of 3e-3 to 4e-3 and 1 to 3 % of the top tokens: stay well below.
-DEFAULT_LIMITS = Limits(max_kld=1e-3, max_nmse=1e-3, min_top1=0.98)
 # Beside the engine, which computes the next rows meanwhile. One thread took 50 s for the 10 GB of 16,384 rows over 152,000 tokens.
 _THREADS = min(8, len(os.sched_getaffinity(0)))
 _BACKLOG = 2 * _THREADS  # slices of up to 16 rows, 10 MB each at 152,000 tokens
-
-
-@dataclass(frozen=True)
-class RunSpec:
-    """One configuration. same_sums: it computes exactly what the reference computes, so that its bits must be equal."""
-
-    label: str
-    cache: CacheConfig
-    backend: BackendName
-    vram_target: int | None = None  # bytes
-    same_sums: bool = True
 
 
 @dataclass(frozen=True)
@@ -105,64 +89,6 @@ class EquivRow:
 Open = Callable[[RunSpec], AbstractContextManager[Engine]]
 ProgressFor = Callable[[RunSpec], Progress | None]
 Describe = Callable[[Engine], dict[str, object]]
-
-
-# -- what is compared ----------------------------------------------------------------------------------------------------------
-
-
-def window_specs(text: str, reference: RunSpec) -> tuple[RunSpec, ...]:
-    """Candidates from "100%,50%,1page,4096": percent of the context's pages (rounded up), pages, cells. Raises UsageError."""
-    cache = reference.cache
-    total = pages_for(cache.ctx_size, cache.page_cells)
-    specs: dict[int, RunSpec] = {}
-    for word in split_list(text, "--windows"):
-        if word.endswith("%"):
-            pages = ceil(total * parse_percentage(word, "--windows") / 100)
-        elif word.endswith(("page", "pages")):
-            pages = parse_count(word.removesuffix("s").removesuffix("page"), "--windows")
-        else:
-            pages = pages_for(parse_count(word, "--windows"), cache.page_cells)
-        if pages < 1:
-            raise UsageError(f"--windows {word}: a window holds at least one page; write 1page or more")
-        pages = min(pages, total)
-        windowed = replace(cache, residency="window", window_cells=pages * cache.page_cells)
-        specs.setdefault(pages, replace(reference, label=f"window {word} ({pages} of {total} pages)", cache=windowed))
-    return tuple(specs.values())
-
-
-def candidate_specs(
-    reference: RunSpec, windows: str | None, vram_targets: Sequence[int], others: Sequence[RunSpec], *, own_reference: bool
-) -> tuple[RunSpec, ...]:
-    """Windows and caps of the reference's own configuration, then other types and backends. With none of them: DEFAULT_WINDOWS beside a
-    reference of our own, the resident run itself beside a stored one. Raises UsageError."""
-    if windows is None and not vram_targets and not others and own_reference:
-        windows = DEFAULT_WINDOWS
-    specs = window_specs(windows, reference) if windows is not None else ()
-    auto = replace(reference.cache, residency="auto", window_cells=None)
-    specs += tuple(replace(reference, label=f"cap {format_size(cap)}", cache=auto, vram_target=cap) for cap in vram_targets)
-    return specs + tuple(others) or (reference,)
-
-
-def other_specs(reference: RunSpec, key_types: Sequence[str], value_types: Sequence[str], backends: Sequence[str]) -> tuple[RunSpec, ...]:
-    """Candidates from the further entries of three lists whose first entries are the reference's. The lists of types go in pairs; one
-    with a single entry serves all. Raises UsageError when two longer ones differ in length."""
-    count = max(len(key_types), len(value_types))
-    if any(len(types) not in (1, count) for types in (key_types, value_types)):
-        raise UsageError(
-            f"--cache-type-k names {len(key_types)} types and --cache-type-v {len(value_types)}; give as many, or one for all: they go in pairs"
-        )
-    keys, values = (list(types) * (count if len(types) == 1 else 1) for types in (key_types, value_types))
-    typed = [replace(reference.cache, key_type=key, value_type=value) for key, value in zip(keys[1:], values[1:], strict=True)]  # type: ignore[arg-type]
-    specs = [replace(reference, label=f"KV {cache.key_type}/{cache.value_type}", cache=cache, same_sums=False) for cache in typed]
-    specs += [replace(reference, label=f"backend {name}", backend=name, same_sums=False) for name in backends[1:]]  # type: ignore[arg-type]
-    return tuple(specs)
-
-
-def limits_for(spec: RunSpec, asked: Limits | None, *, own_reference: bool) -> Limits:
-    """Those asked for; else bit equality where the sums are the reference's own, and DEFAULT_LIMITS elsewhere."""
-    if asked is not None:
-        return asked
-    return Limits(bit_equal=True) if spec.same_sums and own_reference else DEFAULT_LIMITS
 
 
 # -- the runs ------------------------------------------------------------------------------------------------------------------

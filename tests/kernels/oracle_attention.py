@@ -65,6 +65,24 @@ def attend(
     return out, lse
 
 
+def attend_bands(
+    queries: list[np.ndarray],
+    keys: np.ndarray,
+    values: np.ndarray,
+    position: int,
+    scale: float,
+    borders: tuple[int, int],
+    half: bool = False,
+) -> np.ndarray:
+    """out [T, H, Dv] as attend gives it, with queries[0] for cells from borders[1] on, queries[1] from borders[0] on and queries[2] for older ones."""
+    edges = (0, *borders, keys.shape[0])
+    spans = [(q, slice(a, b)) for q, a, b in zip(queries[::-1], edges, edges[1:], strict=False) if b > a]
+    parts = [attend(q, keys[s], values[s], position, scale, first_cell=s.start, half=half) for q, s in spans]
+    outs, lses = np.stack([out for out, _ in parts]), np.stack([lse for _, lse in parts])
+    weights = np.exp(lses - lses.max(axis=0))[..., None]
+    return np.asarray((outs * weights).sum(axis=0) / weights.sum(axis=0))
+
+
 @dataclass(frozen=True)
 class Cache:
     """Random cells in the pages of two pools. Everything that is not a cell is NaN in every cache type."""

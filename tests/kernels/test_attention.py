@@ -92,7 +92,7 @@ PREFILL = [
 ]
 
 
-NO_ROTATION = DeviceArray(4096, (1, 0, 2), "f32")  # a table without pairs
+NO_ROTATION = DeviceArray(4096, (1, 1, 0, 2), "f32")  # a table without pairs
 
 
 def poisoned(cuda: Any, label: str, shape: tuple[int, ...]) -> Any:
@@ -542,7 +542,7 @@ def test_wrong_shapes_are_refused() -> None:
     pools = [DeviceArray(4096, x.shape, "u8") for x in cache.pools]
     run = cache.runs(pools)[0]
     position, q = DeviceArray(4096, (1,), "i32"), DeviceArray(4096, (1, 384), "f32")
-    projected = Projected(DeviceArray(4096, (1, 640), "f32"), layer, None, None, DeviceArray(4096, (1, 32, 2), "f32"))
+    projected = Projected(DeviceArray(4096, (1, 640), "f32"), layer, None, None, DeviceArray(4096, (1, 1, 32, 2), "f32"))
     outs, lses, arrivals = DeviceArray(4096, (4, 6, 64), "f32"), DeviceArray(4096, (4, 6), "f32"), DeviceArray(4096, (6,), "i32")
     parts = PartStates(0, 4, outs, lses, arrivals)
     state = DeviceArray(4096, (1, 6 * 72), "f32")
@@ -556,7 +556,7 @@ def test_wrong_shapes_are_refused() -> None:
         ({"parts": replace(parts, num_parts=5)}, "parts.out must be"),
         ({"parts": replace(parts, arrivals=arrivals.rows(5))}, "parts.arrivals must be"),
         ({"projected": replace(projected, qkv=q)}, "qkv must be"),
-        ({"projected": replace(projected, table=DeviceArray(4096, (1, 33, 2), "f32"))}, "33 pairs do not fit"),
+        ({"projected": replace(projected, table=DeviceArray(4096, (1, 1, 33, 2), "f32"))}, "33 pairs do not fit"),
         ({"out": outs}, "out must be"),
     ):
         operands = {

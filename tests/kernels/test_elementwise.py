@@ -10,9 +10,10 @@ import pytest
 
 from rollkv import reference
 from rollkv.backend import RmsNorm
-from rollkv.config import RopeConfig
+from rollkv.config import DualChunk, RopeConfig
 from rollkv.cuda.kernels import add
 from rollkv.cuda.nvrtc import KernelError
+from rollkv.rope import rotations
 
 gpu = pytest.mark.gpu
 EPS32 = float(np.finfo(np.float32).eps)
@@ -94,18 +95,21 @@ ROPES = [
     RopeConfig(dim=96, style="halves", theta=1e6, scaling="linear", factor=4.0),
     RopeConfig(dim=128, style="halves", theta=1e6, scaling="yarn", factor=4.0, original_context=32768),
     RopeConfig(dim=6, style="interleaved", theta=100.0),
+    RopeConfig(dim=128, style="halves", theta=1e7, dual_chunk=DualChunk(262_144, 8_192, 262_144)),
+    RopeConfig(dim=64, style="interleaved", dual_chunk=DualChunk(2_052, 4, 4_096)),
 ]
 
 
 @gpu
 @pytest.mark.parametrize("position", [0, 4095, 131_071, 1_048_575])
-@pytest.mark.parametrize("config", ROPES, ids=lambda c: f"{c.style} {c.dim} {c.scaling}")
+@pytest.mark.parametrize("config", ROPES, ids=lambda c: f"{c.style} {c.dim} {c.scaling} {c.dual_chunk}")
 def test_rope_table(cuda: Any, config: RopeConfig, position: int) -> None:
     """Within one rounding to float32 of the exact angle, at cell a million as at cell 0."""
-    shape = (19, config.dim // 2, 2)
+    shape = (rotations(config), 19, config.dim // 2, 2)
     out, memory = _guarded(cuda, "table", np.full(shape, np.nan, np.float32))
-    cuda.rope_table(config, cuda.upload("position", np.array([position], np.int32)), out)
-    exact = reference.rope_table(config, position, shape[0])
+    at, prompt_cells = (cuda.upload("number", np.array([number], np.int32)) for number in (position, 200_000))
+    cuda.rope_table(config, at, prompt_cells, out)
+    exact = reference.rope_table(config, position, 19, 200_000)
     error = np.abs(cuda.read(out) - exact)
     # half a unit in the last place of the largest entry, and what the oracle's own angle (position * frequency in float64) may be off
     assert error.max() <= 0.51 * EPS32 * np.abs(exact).max() + (position + 19) * 2**-51

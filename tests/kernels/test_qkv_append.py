@@ -9,10 +9,11 @@ import pytest
 from oracle_attention import decode, encode, page_views
 from rollkv import reference
 from rollkv.backend import PageFormat, PageRun, Projected, RmsNorm
-from rollkv.config import LayerConfig, RopeConfig
+from rollkv.config import DualChunk, LayerConfig, RopeConfig
 from rollkv.cuda.device import DeviceArray
-from rollkv.cuda.kernels import qkv_append
+from rollkv.cuda.kernels import qkv_append, queries
 from rollkv.cuda.nvrtc import KernelError
+from rollkv.rope import NUM_BANDS
 
 gpu = pytest.mark.gpu
 
@@ -73,7 +74,7 @@ def test_cells_are_rounded_to_nearest_and_nothing_else_changes(cuda: Any, form: 
     q = special_values(rng, (num_tokens, 2 * heads * key_dim))
     layer = LayerConfig(2 * heads, heads, key_dim, value_dim, RopeConfig(dim=16, style="halves"))
     qkv, out = cuda.upload("qkv", np.concatenate([q, k, v], axis=1)), cuda.upload("q", np.full_like(q, np.nan))
-    cuda.append(Projected(qkv, layer, None, None, at.view((num_tokens, 0, 2), "f32")), at, runs, page, position, out)  # nothing turns
+    cuda.append(Projected(qkv, layer, None, None, at.view((1, num_tokens, 0, 2), "f32")), at, runs, page, position, 0, out)  # nothing turns
     np.testing.assert_array_equal(cuda.read(out), q)
     for pool, wanted in zip(pools, expected, strict=True):
         np.testing.assert_array_equal(cuda.read(pool), wanted)
@@ -84,15 +85,16 @@ ROPES = [
     RopeConfig(dim=64, style="interleaved", theta=5e5),
     RopeConfig(dim=48, style="halves", theta=1e6),
     RopeConfig(dim=6, style="interleaved", theta=100.0),
+    RopeConfig(dim=64, style="halves", dual_chunk=DualChunk(160, 60, 900)),
 ]
 
 
 @gpu
 @pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize("rope", ROPES, ids=lambda r: f"{r.style} {r.dim}")
+@pytest.mark.parametrize("rope", ROPES, ids=lambda r: f"{r.style} {r.dim} {r.dual_chunk}")
 @pytest.mark.parametrize(("num_tokens", "key_dim", "value_dim"), [(1, 64, 64), (23, 80, 96), (300, 128, 64)])
 def test_norm_and_rotation(cuda: Any, num_tokens: int, key_dim: int, value_dim: int, rope: RopeConfig, normed: bool) -> None:
-    """In float32 pages, so that nothing hides behind rounding; limits as in test_elementwise."""
+    """In float32 pages, so that nothing hides behind rounding; limits as in test_elementwise. Of every band, with the cells or alone, in equal bits."""
     rng, heads, kv_heads = np.random.default_rng([num_tokens, key_dim, rope.dim, normed]), 6, 3
     page = PageFormat(kv_heads, key_dim, value_dim, "f32", "f32", 256)
     layer = LayerConfig(heads, kv_heads, key_dim, value_dim, rope)
@@ -102,24 +104,27 @@ def test_norm_and_rotation(cuda: Any, num_tokens: int, key_dim: int, value_dim: 
     weights = [rng.standard_normal(key_dim).astype(np.float32) for _ in range(2)]
     table = reference.rope_table(rope, 1000, num_tokens).astype(np.float32)
 
-    def finished(x: np.ndarray, count: int, weight: np.ndarray, kind: type) -> np.ndarray:
+    def finished(x: np.ndarray, count: int, weight: np.ndarray, angles: np.ndarray, kind: type) -> np.ndarray:
         x = reference.rms_norm(x.astype(kind), weight.astype(kind), 1e-6) if normed else x.astype(kind)
-        return reference.rope(x, count, table.astype(kind), rope.style)
+        return reference.rope(x, count, angles.astype(kind), rope.style)
 
     norms = [RmsNorm(cuda.upload("norm", weight), 1e-6) if normed else None for weight in weights]
-    pool = cuda.upload("pool", np.full((3, page.page_bytes), 0xFF, np.uint8))
-    out = cuda.upload("q", np.full_like(q, np.nan))
     projected = Projected(cuda.upload("qkv", np.concatenate([q, k, v], axis=1)), layer, *norms, cuda.upload("table", table))
     at = cuda.upload("position", np.array([200], np.int32))
-    cuda.append(projected, at, (PageRun(pool, 3, 1, 0, 2),), page, 200, out)
-    raw = cuda.read(pool)
-    keys, values = (np.concatenate([decode(page_views(raw[slot], page)[part], "f32") for slot in (1, 2)], axis=1) for part in (0, 1))
-    got_k = keys[:, 200 : 200 + num_tokens].swapaxes(0, 1).reshape(num_tokens, -1)
-    for got, x, count, weight in ((cuda.read(out), q, heads, weights[0]), (got_k, k, kv_heads, weights[1])):
-        exact, plain = finished(x, count, weight, np.float64), finished(x, count, weight, np.float32)
-        limit = 2 * np.abs(plain - exact).max() + np.finfo(np.float32).eps * np.abs(exact).max()
-        assert np.abs(got - exact).max() <= limit
-    np.testing.assert_array_equal(values[:, 200 : 200 + num_tokens].swapaxes(0, 1).reshape(num_tokens, -1), v)
+    for band in range(NUM_BANDS if rope.dual_chunk else 1):
+        pool = cuda.upload("pool", np.full((3, page.page_bytes), 0xFF, np.uint8))
+        out, alone = (cuda.upload("q", np.full_like(q, np.nan)) for _ in range(2))
+        cuda.append(projected, at, (PageRun(pool, 3, 1, 0, 2),), page, 200, band, out)
+        cuda.queries(projected, band, alone)
+        np.testing.assert_array_equal(cuda.read(alone), cuda.read(out))
+        raw = cuda.read(pool)
+        keys, values = (np.concatenate([decode(page_views(raw[slot], page)[part], "f32") for slot in (1, 2)], axis=1) for part in (0, 1))
+        got_k = keys[:, 200 : 200 + num_tokens].swapaxes(0, 1).reshape(num_tokens, -1)
+        for got, *operands in ((cuda.read(out), q, heads, weights[0], table[band]), (got_k, k, kv_heads, weights[1], table[-1])):
+            exact, plain = finished(*operands, np.float64), finished(*operands, np.float32)
+            limit = 2 * np.abs(plain - exact).max() + np.finfo(np.float32).eps * np.abs(exact).max()
+            assert np.abs(got - exact).max() <= limit
+        np.testing.assert_array_equal(values[:, 200 : 200 + num_tokens].swapaxes(0, 1).reshape(num_tokens, -1), v)
 
 
 class NoLauncher:
@@ -147,10 +152,25 @@ def run_of(first_page: int, num_pages: int, slots: int = 8) -> PageRun:
     ],
 )
 def test_runs_that_leave_a_cell_out_are_refused(runs: tuple[PageRun, ...], position: int, message: str) -> None:
-    qkv, q, table = (DeviceArray(4096, shape, "f32") for shape in ((4, 512), (4, 256), (4, 32, 2)))
+    qkv, q, table = (DeviceArray(4096, shape, "f32") for shape in ((4, 512), (4, 256), (1, 4, 32, 2)))
     projected = Projected(qkv, LayerConfig(4, 2, 64, 64, RopeConfig(dim=64, style="halves")), None, None, table)
     with pytest.raises(KernelError, match=message):
-        qkv_append.qkv_append(NoLauncher(), projected, DeviceArray(4096, (1,), "i32"), runs, PAGE, position, q)  # type: ignore[arg-type]
+        qkv_append.qkv_append(NoLauncher(), projected, DeviceArray(4096, (1,), "i32"), runs, PAGE, position, 0, q)  # type: ignore[arg-type]
+
+
+def test_wrong_queries_are_refused() -> None:
+    layer = LayerConfig(4, 2, 64, 64, RopeConfig(dim=64, style="halves"))
+    qkv, q, table = (DeviceArray(4096, shape, "f32") for shape in ((4, 512), (4, 256), (1, 4, 32, 2)))
+    for wrong, message in (
+        ({"table": DeviceArray(4096, (4, 4, 32, 2), "f32")}, "table must be"),
+        ({"table": DeviceArray(4096, (1, 4, 33, 2), "f32")}, "33 pairs and 512 columns do not fit"),
+        ({"qkv": DeviceArray(4096, (4, 255), "f32")}, "255 columns do not fit 4 heads"),
+        ({"qkv": qkv.rows(3), "table": DeviceArray(4096, (1, 3, 32, 2), "f32")}, "q must be"),
+        ({"q_norm": RmsNorm(q, 1e-6)}, "norm must be"),
+    ):
+        operands = {"qkv": qkv, "layer": layer, "q_norm": None, "k_norm": None, "table": table} | wrong
+        with pytest.raises(KernelError, match=message):
+            queries.queries(NoLauncher(), Projected(**operands), 0, q)  # type: ignore[arg-type]
 
 
 def test_every_head_has_one_warp() -> None:
@@ -158,8 +178,11 @@ def test_every_head_has_one_warp() -> None:
         shape = qkv_append.launch_shape(tokens, heads, kv_heads)
         warps = shape.grid[1] * shape.threads // 32
         assert shape.grid[0] == tokens and heads + 2 * kv_heads <= warps < heads + 2 * kv_heads + 8
+        shape = queries.launch_shape(tokens, heads)
+        assert shape.grid[0] == tokens and heads <= shape.grid[1] * shape.threads // 32 < heads + 8
 
 
 def test_bytes_moved() -> None:
     layer = LayerConfig(4, 2, 64, 64, RopeConfig(dim=64, style="halves"))
     assert qkv_append.qkv_append_bytes(3, layer, PAGE) == 3 * (4 * 64 * 8 + 2 * 64 * 2 * (4 + 2))
+    assert queries.queries_bytes(3, 4, 64) == 3 * 4 * 64 * 8

@@ -10,6 +10,7 @@ from rollkv.config import KvType, LayerConfig
 from rollkv.cuda.device import DeviceArray, Launcher, check_array
 from rollkv.cuda.kernels.kv_format import check_projected, check_run, template_arguments
 from rollkv.cuda.nvrtc import KernelError, KernelSpec
+from rollkv.rope import bands, rotations
 
 _THREADS = 128
 _MAX_HEADS = 8  # query heads that one block holds sums for
@@ -134,8 +135,11 @@ def attend_step(
         raise KernelError(
             f"attend_step: pages {run.first_page} to {run.first_page + num_pages - 1} from page {parts.first_page} on are not among {num_parts} parts"
         )
+    seen_as = bands(layer.rope, page.page_cells, parts.first_page + num_parts - 1)
     place = (run.num_slots, run.first_slot, run.num_pages, last.num_slots, last.first_slot, run.first_page, first_part, num_parts)
-    operands = (*operands, position, *pools, parts.out, parts.lse, parts.arrivals, out, *map(np.int32, place), *turns)
+    tables = projected.table, projected.table.rows(1, rotations(layer.rope) - 1)
+    borders = seen_as.previous_page, seen_as.own_page
+    operands = (*operands, *tables, position, *pools, parts.out, parts.lse, parts.arrivals, out, *map(np.int32, place + borders), *turns)
     window, scale32 = np.int32(layer.sliding_window or 0), np.float32(scale)
     if variant(layer, page) == "mma":
         if not scale > 0:

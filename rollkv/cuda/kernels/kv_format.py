@@ -9,6 +9,7 @@ from rollkv.backend import PageFormat, PageRun, Projected
 from rollkv.config import KvType
 from rollkv.cuda.device import DeviceArray, Pointer, check_array
 from rollkv.cuda.nvrtc import KernelError
+from rollkv.rope import rotations
 
 PAGE_CELLS = (16, 32, 64, 128, 256)
 MAX_HEAD_DIM = 256
@@ -42,13 +43,13 @@ def check_run(kernel: str, run: PageRun, page: PageFormat) -> DeviceArray:
 def check_projected(
     kernel: str, projected: Projected, page: PageFormat, num_tokens: int
 ) -> tuple[tuple[Any, ...], tuple[np.int32, np.int32], np.float32]:
-    """Kernel arguments: (product, norms of queries and keys, table of angles), (pairs, whether they are interleaved), eps of the norms. Raises
+    """Kernel arguments: (product, norms of queries and keys), (pairs of the tables of angles, whether they are interleaved), eps of the norms. Raises
     KernelError on shapes that do not belong to num_tokens tokens of the layer."""
     layer, table = projected.layer, projected.table
-    pairs = table.shape[1]
+    pairs = table.shape[2]
     columns = layer.num_heads * page.key_dim + page.num_kv_heads * (page.key_dim + page.value_dim)
     check_array(kernel, "qkv", projected.qkv, (num_tokens, columns), "f32")
-    check_array(kernel, "table", table, (num_tokens, pairs, 2), "f32")
+    check_array(kernel, "table", table, (rotations(layer.rope), num_tokens, pairs, 2), "f32")
     if 2 * pairs > page.key_dim:
         raise KernelError(f"{kernel}: {pairs} pairs do not fit heads of {page.key_dim} columns")
     norms = [norm for norm in (projected.q_norm, projected.k_norm) if norm is not None]
@@ -56,4 +57,4 @@ def check_projected(
         check_array(kernel, "norm", norm.weight, (page.key_dim,), "f32")
     pointers = (Pointer(0 if norm is None else norm.weight.ptr) for norm in (projected.q_norm, projected.k_norm))
     turns = np.int32(pairs), np.int32(layer.rope.style == "interleaved")
-    return (projected.qkv, *pointers, table), turns, np.float32(norms[0].eps if norms else 0.0)
+    return (projected.qkv, *pointers), turns, np.float32(norms[0].eps if norms else 0.0)

@@ -10,6 +10,7 @@ from rollkv.config import DTYPE_BYTES, KvType, LayerConfig, PageFormat
 from rollkv.cuda.device import DeviceArray, Launcher, check_array
 from rollkv.cuda.kernels.kv_format import check_projected, check_run, template_arguments
 from rollkv.cuda.nvrtc import KernelError, KernelSpec
+from rollkv.rope import rotations
 
 _WARPS = 8  # of a block, a head each
 
@@ -50,16 +51,18 @@ def qkv_append(
     runs: tuple[PageRun, ...],
     page: PageFormat,
     first_position: int,
+    band: int,
     q: DeviceArray,
 ) -> None:
-    """Finishes `projected` as backend.Projected says: queries into q, f32 [T, H*Dk], cells position[0] + t into the pages of `runs`, rounded to nearest,
-    ties to even.
+    """Finishes `projected` as backend.Projected says: queries, as for pages of that band, into q, f32 [T, H*Dk], cells position[0] + t into the pages of
+    `runs`, rounded to nearest, ties to even.
 
     position: i32 [1], the cell of row 0, which is first_position. The runs lie in order and cover all cells. One launch a run. Reads and
     writes qkv_append_bytes. Raises KernelError on other shapes, or when the runs leave a cell out.
     """
     layer, num_tokens = projected.layer, projected.qkv.shape[0]
     operands, turns, eps = check_projected("qkv_append", projected, page, num_tokens)
+    tables = projected.table.rows(1, band), projected.table.rows(1, rotations(layer.rope) - 1)
     check_array("qkv_append", "q", q, (num_tokens, layer.num_heads * layer.key_dim), "f32")
     check_array("qkv_append", "position", position, (1,), "i32")
     _check_cover(runs, page, first_position, num_tokens)
@@ -72,6 +75,7 @@ def qkv_append(
             shape.grid,
             shape.threads,
             *operands,
+            *tables,
             position,
             check_run("qkv_append", run, page),
             q,

@@ -1,4 +1,4 @@
-"""The table of a step's rotary angles (csrc/rope_table.cu)."""
+"""The tables of a step's rotary angles (csrc/rope_table.cu)."""
 
 from functools import cache
 
@@ -7,7 +7,7 @@ import numpy as np
 from rollkv.config import RopeConfig
 from rollkv.cuda.device import DeviceArray, Launcher, check_array
 from rollkv.cuda.nvrtc import KernelSpec
-from rollkv.rope import rope_frequencies
+from rollkv.rope import rope_frequencies, rotations
 
 _THREADS = 128
 
@@ -28,21 +28,33 @@ def table_constants(rope: RopeConfig) -> tuple[np.ndarray, float]:
     return frequencies / np.pi, magnitude
 
 
-def rope_table_bytes(rows: int, rope_dim: int) -> int:
+def rope_table_bytes(rows: int, rope: RopeConfig) -> int:
     """Bytes written."""
-    return rows * rope_dim * 4
+    return rotations(rope) * rows * rope.dim * 4
 
 
-def rope_table(launcher: Launcher, position: DeviceArray, frequency: DeviceArray, out: DeviceArray, *, magnitude: float) -> None:
-    """out[t] = magnitude * (cos, sin) of (position[0] + t) * frequency.
+def rope_table(
+    launcher: Launcher,
+    rope: RopeConfig,
+    position: DeviceArray,
+    prompt_cells: DeviceArray,
+    frequency: DeviceArray,
+    out: DeviceArray,
+    *,
+    magnitude: float,
+) -> None:
+    """out[r][t] = magnitude * (cos, sin) of place * frequency, as backend.Backend.rope_table says.
 
-    position: i32 [1]; frequency, magnitude: of table_constants(rope), the float64 frequencies as u8 [dim/2 * 8]; out: f32 [T, dim/2, 2].
-    Writes rope_table_bytes(T, dim). Raises KernelError on other shapes.
+    position, prompt_cells: i32 [1]; frequency, magnitude: of table_constants(rope), the float64 frequencies as u8 [dim/2 * 8]; out: f32
+    [rotations(rope), T, dim/2, 2]. Writes rope_table_bytes(T, rope). Raises KernelError on other shapes.
     """
-    rows, pairs, _ = out.shape
+    tables, (rows, pairs) = rotations(rope), out.shape[1:3]
     check_array("rope_table", "position", position, (1,), "i32")
+    check_array("rope_table", "prompt_cells", prompt_cells, (1,), "i32")
     check_array("rope_table", "frequency", frequency, (pairs * 8,), "u8")
-    check_array("rope_table", "out", out, (rows, pairs, 2), "f32")
-    entries = rows * pairs
-    grid = (-(-entries // _THREADS), 1, 1)
-    launcher.launch(spec(), grid, _THREADS, position, frequency, out, np.int64(entries), np.int32(pairs), np.float64(magnitude))
+    check_array("rope_table", "out", out, (tables, rows, pairs, 2), "f32")
+    entries, chunk = rows * pairs, rope.dual_chunk
+    chunks = (0, 0, 0) if chunk is None else (chunk.stride_cells, chunk.chunk_cells, chunk.original_context)
+    grid = (-(-entries // _THREADS), tables, 1)
+    sizes = np.int64(entries), np.int32(pairs), np.float64(magnitude), *map(np.int32, chunks)
+    launcher.launch(spec(), grid, _THREADS, position, prompt_cells, frequency, out, *sizes)

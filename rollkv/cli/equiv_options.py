@@ -1,0 +1,74 @@
+"""What the options of logit-equiv name: tokens, the reference, the configurations to compare."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rollkv.cli.options import read_prompt
+from rollkv.errors import UsageError
+
+if TYPE_CHECKING:
+    from rollkv.config import CacheConfig, ModelConfig
+    from rollkv.logit_file import LogitFile
+    from rollkv.tasks.equiv_specs import RunSpec
+    from rollkv.tasks.generate import TextModel
+
+_PROSE_TOKENS = 1024
+
+
+def stored_reference(path: Path | None, model: "TextModel") -> "LogitFile | None":
+    """The logits of --reference, if they can be compared with the model. Raises UsageError."""
+    if path is None:
+        return None
+    from rollkv.logit_file import LogitFile
+    from rollkv.tasks.logit_equiv import check_reference
+
+    stored = LogitFile(path)
+    check_reference(stored, model.config.vocab_size)
+    return stored
+
+
+def text_ids(model: "TextModel", text: Path | None, tokens: str | None) -> list[int]:
+    """The tokens to run over. Raises UsageError when the text has fewer than were asked for."""
+    from rollkv.counts import parse_count
+    from rollkv.tasks.logit_equiv import prose_ids
+
+    wanted = None if tokens is None else parse_count(tokens, "--tokens")
+    if text is None:
+        return prose_ids(model.tokenizer.encode, wanted or _PROSE_TOKENS)
+    ids = list(model.tokenizer.encode(read_prompt(None, str(text), "--text") or ""))
+    if not ids or (wanted is not None and wanted > len(ids)):
+        raise UsageError(
+            f"--text {text}: it has {len(ids)} tokens, {wanted or 'one or more'} are wanted; lower --tokens or give a longer text"
+        )
+    return ids[:wanted]
+
+
+def spec_lists(
+    configs: "Sequence[ModelConfig]", cache: "CacheConfig", keys: str, values: str, backends: str
+) -> "tuple[RunSpec, tuple[RunSpec, ...]]":
+    """The reference's configuration, and the candidates that the further entries of the lists name. cache: of one run, in other types."""
+    from rollkv.counts import split_list
+    from rollkv.tasks.equiv_specs import RunSpec, other_specs
+    from rollkv.tasks.generate import cache_config
+
+    key_types, value_types = split_list(keys, "--cache-type-k"), split_list(values, "--cache-type-v")
+    names = split_list(backends, "--backend")
+    for name in names:
+        if name not in ("auto", "cuda", "host"):
+            raise UsageError(f"--backend {name!r} is not known; choose auto, cuda or host")
+    for key, value in zip_longest(key_types, value_types, fillvalue="f16"):
+        cache_config(cache.ctx_size, cache_type_k=key, cache_type_v=value)  # refuses unknown names
+    cache = replace(cache, residency="full", key_type=key_types[0], value_type=value_types[0])  # type: ignore[arg-type]
+    first = RunSpec("resident", cache, names[0], config=configs[0])  # type: ignore[arg-type]
+    return first, other_specs(first, key_types, value_types, names, configs)
+
+
+def sizes(text: str | None) -> tuple[int, ...]:
+    """Bytes of the caps of a list. Raises UsageError."""
+    from rollkv.counts import split_list
+    from rollkv.units import parse_size
+
+    return () if text is None else tuple(parse_size(word, "--vram-target") for word in split_list(text, "--vram-target"))

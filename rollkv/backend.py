@@ -299,6 +299,10 @@ class Backend(Protocol):
         """out[t] = (cos, sin) of (position[0] + t) * frequency, times the magnitude. position i32 [1]; out f32 [T, dim/2, 2]."""
         ...
 
+    def noise(self, out: Operand, seed: int, first: int) -> None:
+        """Random numbers first, first + 1, ... of a seed (64 bits) to out, f32 of any shape: mean 0, deviation 1, those of reference.noise."""
+        ...
+
     def append(
         self, projected: Projected, position: Operand, runs: tuple[PageRun, ...], page: PageFormat, first_position: int, q: Operand
     ) -> None:

@@ -192,12 +192,11 @@ class Engine:
 
     def fill_random(self, num_cells: int, seed: int) -> None:
         """Appends num_cells cells of random keys and values instead of a prompt's: for speeds at a depth whose prefill would take too long.
-        Logits behind them mean nothing. The same seed gives the same cells, whatever the residency. Raises UsageError beyond the context."""
+        Logits behind them mean nothing. A cell depends on seed and position alone. Raises UsageError beyond the context."""
         self._check_room(num_cells)
-        draw = np.random.default_rng(seed)
         for begin in range(0, num_cells, self.cache_config.ubatch):
             count = min(self.cache_config.ubatch, num_cells - begin)
-            append_random(self._model, self._position, count, draw)
+            append_random(self._model, self._position, count, seed)
             self._advance(count)
 
     def logit_rows(self, tokens: Sequence[int]) -> Iterator[np.ndarray]:

@@ -230,6 +230,9 @@ class HostBackend:
     def rope_table(self, rope: RopeConfig, position: HostArray, out: HostArray) -> None:
         out.values[...] = reference.rope_table(rope, int(position.values[0]), out.shape[0])
 
+    def noise(self, out: HostArray, seed: int, first: int) -> None:
+        out.values[...] = reference.noise(seed, first, out.values.size).reshape(out.shape)
+
     def append(
         self, projected: Projected, position: HostArray, runs: tuple[PageRun, ...], page: PageFormat, first_position: int, q: HostArray
     ) -> None:

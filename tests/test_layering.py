@@ -12,7 +12,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "rollkv"
 
 KERNELS = (
-    "add", "attn_decode", "attn_merge", "attn_prefill", "choose", "dequantise", "embed", "linear_rows", "qkv_append", "repack", "rope_table", "round_rows", "synth_noise",
+    "add", "attn_decode", "attn_merge", "attn_prefill", "choose", "dequantise", "embed", "linear_rows", "noise", "qkv_append", "repack", "rope_table", "round_rows", "synth_noise",
 )  # fmt: skip
 
 # fmt: off

@@ -601,6 +601,7 @@ def test_process_memory_by_own_number_and_by_foreign_number(monkeypatch: pytest.
     nvml.processes |= {9000: 11}  # this process under the number it has outside its container
     other.identify()
     assert other.used_bytes() == 11
+    assert ProcessMemory("0000:00:00.0", nvml, pid=7).used_bytes() == 100
 
 
 def test_process_memory_unknown() -> None:

@@ -139,6 +139,15 @@ class DeviceUse:
 
 
 @dataclass(frozen=True)
+class TailMade:
+    """How the host pages of a plan came to be: the time that making and pinning them took, and how much of it somebody waited for."""
+
+    num_bytes: int
+    seconds: float
+    waited_seconds: float
+
+
+@dataclass(frozen=True)
 class GpuFacts:
     """The card that computes, as records name it. driver_cuda: the CUDA version that the driver supports, "13.0"."""
 
@@ -220,7 +229,12 @@ class Backend(Protocol):
         ...
 
     def host_pages(self, label: str, num_pages: int, page_bytes: int) -> Any:
-        """Tail memory for num_pages pages (pinned where the backend can)."""
+        """Tail memory for num_pages pages (pinned where the backend can). It may be made in the background: the first copy waits for all of it."""
+        ...
+
+    @property
+    def tail_made(self) -> TailMade | None:
+        """None where no pages were asked for, or nobody has waited for them yet."""
         ...
 
     # -- order -----------------------------------------------------------------------------------------------------------------
@@ -246,7 +260,7 @@ class Backend(Protocol):
 
     @property
     def can_record(self) -> bool:
-        """False on a backend that runs everything at once; the next three are not called there."""
+        """Waits for host pages, for it depends on them. False on a backend that runs everything at once; the next three are not called there."""
         ...
 
     def capture(self, work: Callable[[], None]) -> Any:

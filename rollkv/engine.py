@@ -381,13 +381,15 @@ def load(
     portable: bool = False,
     warn: Callable[[str], None] = lambda message: None,
     on_load: Progress | None = None,
+    on_tail: Progress = lambda done, total: None,
     phases: Phases | None = None,
     rates: Bandwidths | None = None,
 ) -> Engine:
     """Opens a model and allocates everything; refuses before the weights load whatever would not fit.
 
     vram_target: bytes this process may hold on the device, context included; None: what is free. portable: the CUDA kernels that
-    every card can run, not those for this one. `warn` takes one-line messages, `phases` the time of each part of loading. rates: of the
+    every card can run, not those for this one. `warn` takes one-line messages, `on_load` and `on_tail` (bytes done, all bytes) of the weights, and of the
+    tail while a step waits for it, `phases` the time of each part of loading. rates: of the
     machine, by which window and ring are chosen; None: those measured before, if any.
     Raises ModelFileError, UnsupportedModelError, OutOfMemoryError, DeviceError, UsageError.
     """
@@ -396,7 +398,7 @@ def load(
         config = model_config(file)
         phases.ends("header")
         check_length(config, cache.ctx_size, path, warn)
-        machine = _open_backend(backend, device, vram_target, portable, warn)
+        machine = _open_backend(backend, device, vram_target, portable, warn, on_tail)
         phases.ends("device")
         try:
             engine = load_on(machine, file, config, cache, vram_target, on_load, phases, rates)
@@ -463,13 +465,13 @@ def plan_on(
     return budget
 
 
-def _open_backend(name: BackendName, device: int, cap_bytes: int | None, portable: bool, warn: Callable[[str], None]) -> Backend:
+def _open_backend(name: BackendName, device: int, cap_bytes: int | None, portable: bool, warn: Callable[[str], None], on_tail: Progress) -> Backend:
     if name == "host":
         return HostBackend()
     from rollkv.cuda.backend import CudaBackend  # here, so that host runs and plans do not wait for the bindings
 
     try:
-        return CudaBackend(device, cap_bytes=cap_bytes, portable=portable, warn=warn)  # which refuses whatever the plan forgot
+        return CudaBackend(device, cap_bytes=cap_bytes, portable=portable, warn=warn, on_tail=on_tail)  # which refuses whatever the plan forgot
     except DeviceError as error:
         if name == "cuda":
             raise

@@ -70,6 +70,7 @@ class HostBackend:
 
     name = "host"
     gpu = None
+    tail_made = None
     can_record = False
 
     def __init__(self, *, precision: type = np.float32, order: Literal["eager", "late"] = "eager") -> None:

@@ -15,7 +15,7 @@ import pytest
 import engines
 from fake_machine import Library, Machine, install
 from rollkv.cli.main import main
-from rollkv.cuda import backend, device, loading, memory
+from rollkv.cuda import backend, device, loading, pinned
 from rollkv.cuda.driver import DriverCalls
 from rollkv.cuda.nvrtc import Cubin, CubinCache
 from rollkv.engine import load
@@ -104,7 +104,7 @@ class FaultyMachine(Machine):
 def machine(monkeypatch: pytest.MonkeyPatch) -> FaultyMachine:
     made = install(monkeypatch, FaultyMachine())
     monkeypatch.setattr(backend, "DriverCalls", partial(DriverCalls, made))
-    monkeypatch.setattr(memory, "SLOT_BYTES", MIB)  # touching 96 MiB takes longer than all else here
+    monkeypatch.setattr(pinned, "SLOT_BYTES", MIB)  # touching 96 MiB takes longer than all else here
     return made
 
 
@@ -263,7 +263,7 @@ def test_threads_that_fill_slots_have_ended_before_these_are_freed(
 def test_a_tail_that_cannot_be_pinned_leaves_the_slots(machine: FaultyMachine, room_bytes: int) -> None:
     """Down to the slots alone; one warning says what it costs."""
     said: list[str] = []
-    machine.pin_limit = memory.slots_bytes(MIB) + room_bytes
+    machine.pin_limit = pinned.slots_bytes(MIB) + room_bytes
     with load("synth:tiny:Q4_K", engines.cache(8000, ubatch=48, window=32, kv="f16"), backend="cuda", warn=said.append) as engine:
         assert list(engine.generate_ids([1] * 100, 24)) == [0] * 24
         assert not engine.backend.can_record

@@ -70,7 +70,7 @@ def generate(
     from rollkv.engine import load
     from rollkv.models import default_model
     from rollkv.tasks import generate as task
-    from rollkv.units import format_size
+    from rollkv.units import format_rate, format_size
 
     phases.ends("imports")
     sampling = SamplingParams(temp, top_k, top_p, min_p, repeat_penalty, repeat_last, seed)
@@ -90,7 +90,8 @@ def generate(
     if verbose:
         _describe_prompt(opened, prompt_tokens)
     phases.ends("vocabulary and prompt")
-    with report.PhaseProgress("loading", format_size) as loading:
+    making = report.PhaseProgress("making the tail", format_size, format_rate)
+    with report.PhaseProgress("loading", format_size, format_rate) as loading:
         engine = load(
             opened.path,
             cache,
@@ -100,9 +101,10 @@ def generate(
             portable=portable,
             warn=report.warn,
             on_load=loading,
+            on_tail=making,
             phases=phases,
         )
-    with engine, report.PhaseProgress("prompt") as progress:
+    with engine, making, report.PhaseProgress("prompt") as progress:
         if verbose:
             report.note(f"{engine.backend_name} backend\n{report.budget_table(engine.budget)}")
             report.note(report.prediction_line(engine.budget))
@@ -129,7 +131,7 @@ def _stream(engine: "Engine", model: "TextModel", generation: "Generation", as_j
     elif not generation.text.endswith("\n"):
         report.write_text("\n")
     if phases is not None:
-        report.note(report.start_line(phases, engine.stats))
+        report.note(report.start_line(phases, engine.stats, engine.backend.tail_made))
     report.note(report.statistics_line(engine.stats, engine.budget, engine.backend_name, generation.stop_reason))
     if generation.stop_reason == "interrupted":
         raise typer.Exit(130)

@@ -240,14 +240,14 @@ def _gather(run: _Run) -> "tuple[list[RungResult | PeerResult], bool]":
     from rollkv.engine import Engine, check_length, load
     from rollkv.tasks.climb import run_climb
     from rollkv.tasks.record import machine_facts
-    from rollkv.units import format_size
+    from rollkv.units import format_rate, format_size
 
     warn = report.warn_once()
     longest = max(rung.cache.ctx_size for rung in run.climb.rungs)
     check_length(run.model.config, longest, run.model.path, warn)
 
     def open_engine(rung: "Rung") -> Engine:
-        with report.PhaseProgress("loading", format_size) as loading:
+        with report.PhaseProgress("loading", format_size, format_rate) as loading:
             return load(
                 run.model.path,
                 rung.cache,
@@ -257,11 +257,13 @@ def _gather(run: _Run) -> "tuple[list[RungResult | PeerResult], bool]":
                 portable=run.portable,
                 warn=warn,
                 on_load=loading,
+                on_tail=making,
                 rates=run.rates.bandwidths,
             )
 
     found: list[RungResult | PeerResult] = []
     with ExitStack() as cleanup:
+        making = cleanup.enter_context(report.PhaseProgress("making the tail", format_size, format_rate))
 
         def progress_for(rung: "Rung") -> report.PhaseProgress:
             return cleanup.enter_context(report.PhaseProgress(f"{rung.label}, depth {rung.depth}"))

@@ -14,7 +14,9 @@ from typing import Any, TextIO
 from rollkv.backend import TailMade
 from rollkv.budget import Budget
 from rollkv.engine import Stats
+from rollkv.machine_rates import PcieLink
 from rollkv.phases import Phases
+from rollkv.roofline import Bandwidths
 from rollkv.units import format_rate, format_size
 
 PROGRESS_LINE_SECONDS = 10.0
@@ -149,6 +151,11 @@ def prediction_line(budget: Budget) -> str:
         alone += f", link alone {1 / step.beside_compute:.1f} at {format_rate(rates.link)} ({rates.link_origin})"
     estimate = ", an estimate" if "assumed" in (rates.link_origin, rates.hbm_origin) else ""
     return f"predicted behind a full context{estimate}: {1 / step.seconds:.1f} tok/s, bound by {step.bound} ({alone})"
+
+
+def link_line(rates: Bandwidths, link: PcieLink) -> str:
+    """The link between host and device, and the rate it is reckoned with."""
+    return f"link: {link.words}; {format_rate(rates.link)} ({rates.link_origin})"
 
 
 def ring_line(budget: Budget) -> str:

@@ -108,6 +108,7 @@ def generate(
         if verbose:
             report.note(f"{engine.backend_name} backend\n{report.budget_table(engine.budget)}")
             report.note(report.prediction_line(engine.budget))
+            _describe_link(engine)
             report.note(report.ring_line(engine.budget))
         generation = task.Generation(engine, opened.tokenizer, prompt_tokens, request, progress)
         _stream(engine, opened, generation, as_json, phases if verbose else None)
@@ -165,3 +166,17 @@ def _describe_prompt(model: "TextModel", prompt_tokens: list[int]) -> None:
     report.note(f"{model.path}: {config.architecture}, {config.num_layers} layers, trained for {config.context_length} cells")
     report.note(f"prompt of {len(prompt_tokens)} tokens, beginning with {shown(prompt_tokens[:10])}")
     report.note(f"stop tokens: {shown(sorted(model.tokenizer.stop_ids)) or 'none'}")
+
+
+def _describe_link(engine: "Engine") -> None:
+    """Right behind the load, for an idle card may rest at a slower link."""
+    from rollkv import report
+
+    if engine.backend.gpu is None:
+        return
+    from rollkv.cuda.nvml import pcie_link
+
+    link = pcie_link(engine.backend.gpu.pci_bus_id)
+    report.note(report.link_line(engine.budget.rates, link))
+    if link.slow_words is not None:
+        report.warn(link.slow_words)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache as remembered
 from functools import partial
 from pathlib import Path
@@ -74,6 +74,7 @@ def ladder(
         ),
     ] = None,
     peer_timeout: Annotated[float, typer.Option(metavar="SECONDS", help="How long one run of the peer may take.")] = 600.0,
+    link_gbps: options.LinkGbps = None,
     ubatch: options.Ubatch = DEFAULT_UBATCH,
     cache_type_k: options.CacheTypeK = "f16",
     cache_type_v: options.CacheTypeV = "f16",
@@ -87,9 +88,10 @@ def ladder(
 ) -> None:
     """Measure prefill and decode on rungs from a resident cache to a streamed one, first the ceilings (link, device memory), last the fit
     of two models: sum (t0 + tail/link) and overlap (max(t0, tail/link)). The weights are loaded once, with --peer once a rung. The ceilings
-    take 2.5 GiB of device memory before the first load and give them back. Exit code 1 when a rung holds more device memory than its cap,
+    take 2.5 GiB of device memory before the first load, or 1 GiB under a small cap, and give them back. Exit code 1 when a rung holds more device memory than its cap,
     or misses a needle that a resident rung found."""
     _check(output, backend, fill, {"--n-predict": n_predict, "--repetitions": repetitions, "--n-prompt": n_prompt})
+    given_link = options.link_option(link_gbps)
 
     from rollkv import plots, report
     from rollkv.counts import parse_depths
@@ -121,7 +123,7 @@ def ladder(
     climb = Climb(rungs, n_predict, repetitions, fill, num_prompt, num_placed, reload=found_peer is not None)  # type: ignore[arg-type]
     if fill == "prompt" and num_prompt is None:
         _prompt_for(opened, climb)(cells[0], 0)  # refuses a depth without room for a needle
-    rates = _rates(backend, device)
+    rates = replace(_rates(backend, device, min((rung.vram_target for rung in rungs if rung.vram_target), default=None)), link_given=given_link)
     bounds = {one: ceilings(opened.path, rates, caches[one], one) for one in cells}
     report.note(ladder_text.ceilings_line(bounds[max(cells)]))
     run = _Run(opened, climb, bounds, rates, backend, device, portable, found_peer, peer_timeout)
@@ -204,8 +206,8 @@ def _depth_rungs(caches: "Mapping[int, CacheConfig]", vram_target: str | None, o
 # -- the run -------------------------------------------------------------------------------------------------------------------
 
 
-def _rates(backend: str, device: int) -> "Rates":
-    """Measured on a GPU; nothing on the host backend, and none where auto finds no usable GPU."""
+def _rates(backend: str, device: int, cap_bytes: int | None) -> "Rates":
+    """Measured on a GPU, within a cap; nothing on the host backend, and none where auto finds no usable GPU."""
     from rollkv import report
     from rollkv.errors import DeviceError
     from rollkv.tasks.ceilings import Rates, probe_device
@@ -213,7 +215,7 @@ def _rates(backend: str, device: int) -> "Rates":
     if backend == "host":
         return Rates()
     try:
-        return probe_device(device, report.warn)
+        return probe_device(device, report.warn, cap_bytes)
     except DeviceError as error:
         if backend == "cuda":
             raise
@@ -271,7 +273,7 @@ def _gather(run: _Run) -> "tuple[list[RungResult | PeerResult], bool]":
         describe = partial(machine_facts, link_rate=run.rates.link_in)
         prompt_for = _prompt_for(run.model, run.climb)
         try:
-            for result in run_climb(run.climb, run.model.config, run.rates.link_in, open_engine, prompt_for, progress_for, describe):
+            for result in run_climb(run.climb, run.model.config, run.rates.link, open_engine, prompt_for, progress_for, describe):
                 found.append(result)
                 if not result.ran:
                     report.warn(f"{result.rung.label}, depth {result.rung.depth}: {result.refusal}")

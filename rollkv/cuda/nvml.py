@@ -9,6 +9,7 @@ import os
 from typing import Any
 
 from rollkv.machine_rates import PcieLink
+from rollkv.numa import node_of
 
 _SUCCESS, _INSUFFICIENT_SIZE = 0, 7
 _NOT_AVAILABLE = (1 << 64) - 1
@@ -61,6 +62,7 @@ def pcie_link(pci_bus_id: str, library: Any = None) -> PcieLink:
         width=ask("nvmlDeviceGetCurrPcieLinkWidth"),
         max_generation=ask("nvmlDeviceGetGpuMaxPcieLinkGeneration", "nvmlDeviceGetMaxPcieLinkGeneration"),
         max_width=ask("nvmlDeviceGetMaxPcieLinkWidth"),
+        numa_node=node_of(pci_bus_id),
     )
 
 

@@ -20,6 +20,7 @@ from rollkv.cuda.driver import DriverCalls
 from rollkv.cuda.nvrtc import Cubin, CubinCache
 from rollkv.engine import load
 from rollkv.errors import DeviceError, OutOfMemoryError, RollkvError
+from rollkv.machine_rates import PcieLink
 from rollkv.units import MIB
 
 OUT_OF_MEMORY, ILLEGAL_ADDRESS, LAUNCH_FAILED = 2, 700, 719
@@ -297,6 +298,19 @@ def test_the_command_ends_with_one_line(machine: FaultyMachine, capsys: pytest.C
     assert "Traceback" not in out.err and out.out == "" and errors[-1].startswith("rollkv: error: ")
     assert sum("error" in line for line in errors) == 1
     machine.check_that_nothing_is_left()
+
+
+@pytest.mark.parametrize(("link", "slow"), [(PcieLink(5, 16, 5, 16, 1), False), (PcieLink(4, 8, 5, 16), True), (PcieLink(), False)])
+def test_the_start_tells_of_link_and_tail(
+    machine: FaultyMachine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], link: PcieLink, slow: bool
+) -> None:
+    monkeypatch.setattr("rollkv.cuda.nvml.pcie_link", lambda bus: link)
+    assert main((*GENERATE, "-v")) == 0
+    said = capsys.readouterr().err
+    assert f"rollkv: link: {link.words}; 25.0 GB/s (assumed)\n" in said and ("the link runs at PCIe gen4 x8" in said) is slow
+    assert re.search(r"rollkv: start .*; tail of [0-9.]+ [KM]iB made at [0-9.]+ GB/s, [0-9.]+ of it waited for\n", said)
+    assert main((*GENERATE, "-v", "--window", "4096")) == 0
+    assert "made at" not in capsys.readouterr().err, "nothing spills, so nothing is made"
 
 
 @pytest.mark.parametrize(

@@ -465,13 +465,17 @@ def plan_on(
     return budget
 
 
-def _open_backend(name: BackendName, device: int, cap_bytes: int | None, portable: bool, warn: Callable[[str], None], on_tail: Progress) -> Backend:
+def _open_backend(
+    name: BackendName, device: int, cap_bytes: int | None, portable: bool, warn: Callable[[str], None], on_tail: Progress
+) -> Backend:
     if name == "host":
         return HostBackend()
     from rollkv.cuda.backend import CudaBackend  # here, so that host runs and plans do not wait for the bindings
 
     try:
-        return CudaBackend(device, cap_bytes=cap_bytes, portable=portable, warn=warn, on_tail=on_tail)  # which refuses whatever the plan forgot
+        return CudaBackend(
+            device, cap_bytes=cap_bytes, portable=portable, warn=warn, on_tail=on_tail
+        )  # which refuses whatever the plan forgot
     except DeviceError as error:
         if name == "cuda":
             raise

@@ -59,7 +59,9 @@ def test_the_largest_figure_counts_however_short(cap_meter: ModuleType) -> None:
 
 
 def test_without_a_figure_of_its_own_the_cards_growth_counts(cap_meter: ModuleType) -> None:
-    reading = cap_meter.meter(_command(RUNG | {"cells_in_tail": 0}), lambda pid: Watch([None], [900 * MIB, 950 * MIB, 960 * MIB, 900 * MIB]))
+    reading = cap_meter.meter(
+        _command(RUNG | {"cells_in_tail": 0}), lambda pid: Watch([None], [900 * MIB, 950 * MIB, 960 * MIB, 900 * MIB])
+    )
     assert (reading.peak_bytes, reading.by_process) == (60 * MIB, False)
     assert cap_meter.row(100 * MIB, reading)[-1] == "resident"
 

@@ -123,7 +123,9 @@ def ladder(
     climb = Climb(rungs, n_predict, repetitions, fill, num_prompt, num_placed, reload=found_peer is not None)  # type: ignore[arg-type]
     if fill == "prompt" and num_prompt is None:
         _prompt_for(opened, climb)(cells[0], 0)  # refuses a depth without room for a needle
-    rates = replace(_rates(backend, device, min((rung.vram_target for rung in rungs if rung.vram_target), default=None)), link_given=given_link)
+    rates = replace(
+        _rates(backend, device, min((rung.vram_target for rung in rungs if rung.vram_target), default=None)), link_given=given_link
+    )
     bounds = {one: ceilings(opened.path, rates, caches[one], one) for one in cells}
     report.note(ladder_text.ceilings_line(bounds[max(cells)]))
     run = _Run(opened, climb, bounds, rates, backend, device, portable, found_peer, peer_timeout)

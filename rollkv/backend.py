@@ -145,6 +145,15 @@ class DeviceUse:
 
 
 @dataclass(frozen=True)
+class TailMade:
+    """How the host pages of a plan came to be: the time that making and pinning them took, and how much of it somebody waited for."""
+
+    num_bytes: int
+    seconds: float
+    waited_seconds: float
+
+
+@dataclass(frozen=True)
 class GpuFacts:
     """The card that computes, as records name it. driver_cuda: the CUDA version that the driver supports, "13.0"."""
 
@@ -226,7 +235,12 @@ class Backend(Protocol):
         ...
 
     def host_pages(self, label: str, num_pages: int, page_bytes: int) -> Any:
-        """Tail memory for num_pages pages (pinned where the backend can)."""
+        """Tail memory for num_pages pages (pinned where the backend can). It may be made in the background: the first copy waits for all of it."""
+        ...
+
+    @property
+    def tail_made(self) -> TailMade | None:
+        """None where no pages were asked for, or nobody has waited for them yet."""
         ...
 
     # -- order -----------------------------------------------------------------------------------------------------------------
@@ -252,7 +266,7 @@ class Backend(Protocol):
 
     @property
     def can_record(self) -> bool:
-        """False on a backend that runs everything at once; the next three are not called there."""
+        """Waits for host pages, for it depends on them. False on a backend that runs everything at once; the next three are not called there."""
         ...
 
     def capture(self, work: Callable[[], None]) -> Any:
@@ -307,6 +321,10 @@ class Backend(Protocol):
         i mod s, min(i mod s + s, c) and min(2 s - 1, c), and of the key, i mod s, for s = stride_cells, c = chunk_cells; those of the query come
         times max(1, 1 + 0.1 ln(L / original_context))^2 with L = max(prompt_cells[0], i + 1). position, prompt_cells i32 [1]; out
         f32 [R, T, dim/2, 2]."""
+        ...
+
+    def noise(self, out: Operand, seed: int, first: int) -> None:
+        """Random numbers first, first + 1, ... of a seed (64 bits) to out, f32 of any shape: mean 0, deviation 1, those of reference.noise."""
         ...
 
     def append(

@@ -203,12 +203,11 @@ class Engine:
 
     def fill_random(self, num_cells: int, seed: int) -> None:
         """Appends num_cells cells of random keys and values instead of a prompt's: for speeds at a depth whose prefill would take too long.
-        Logits behind them mean nothing. The same seed gives the same cells, whatever the residency. Raises UsageError beyond the context."""
+        Logits behind them mean nothing. A cell depends on seed and position alone. Raises UsageError beyond the context."""
         self._check_room(num_cells)
-        draw = np.random.default_rng(seed)
         for begin in range(0, num_cells, self.cache_config.ubatch):
             count = min(self.cache_config.ubatch, num_cells - begin)
-            append_random(self._model, self._position, count, draw)
+            append_random(self._model, self._position, count, seed)
             self._advance(count)
 
     def logit_rows(self, tokens: Sequence[int], *, prompt_cells: int = 0) -> Iterator[np.ndarray]:
@@ -409,6 +408,7 @@ def load(
     portable: bool = False,
     warn: Callable[[str], None] = lambda message: None,
     on_load: Progress | None = None,
+    on_tail: Progress = lambda done, total: None,
     phases: Phases | None = None,
     rates: Bandwidths | None = None,
 ) -> Engine:
@@ -416,7 +416,8 @@ def load(
 
     config: the model of the file, with the rotations that with_dual_chunk gave it; None: with those that the file declares.
     vram_target: bytes this process may hold on the device, context included; None: what is free. portable: the CUDA kernels that
-    every card can run, not those for this one. `warn` takes one-line messages, `phases` the time of each part of loading. rates: of the
+    every card can run, not those for this one. `warn` takes one-line messages, `on_load` and `on_tail` (bytes done, all bytes) of the weights, and of the
+    tail while a step waits for it, `phases` the time of each part of loading. rates: of the
     machine, by which window and ring are chosen; None: those measured before, if any.
     Raises ModelFileError, UnsupportedModelError, OutOfMemoryError, DeviceError, UsageError.
     """
@@ -425,7 +426,7 @@ def load(
         config = config or _as_declared(file, cache)
         phases.ends("header")
         check_length(config, cache.ctx_size, path, warn)
-        machine = _open_backend(backend, device, vram_target, portable, warn)
+        machine = _open_backend(backend, device, vram_target, portable, warn, on_tail)
         phases.ends("device")
         try:
             engine = load_on(machine, file, config, cache, vram_target, on_load, phases, rates)
@@ -499,13 +500,17 @@ def plan_on(
     return budget
 
 
-def _open_backend(name: BackendName, device: int, cap_bytes: int | None, portable: bool, warn: Callable[[str], None]) -> Backend:
+def _open_backend(
+    name: BackendName, device: int, cap_bytes: int | None, portable: bool, warn: Callable[[str], None], on_tail: Progress
+) -> Backend:
     if name == "host":
         return HostBackend()
     from rollkv.cuda.backend import CudaBackend  # here, so that host runs and plans do not wait for the bindings
 
     try:
-        return CudaBackend(device, cap_bytes=cap_bytes, portable=portable, warn=warn)  # which refuses whatever the plan forgot
+        return CudaBackend(
+            device, cap_bytes=cap_bytes, portable=portable, warn=warn, on_tail=on_tail
+        )  # which refuses whatever the plan forgot
     except DeviceError as error:
         if name == "cuda":
             raise

@@ -71,6 +71,7 @@ class HostBackend:
 
     name = "host"
     gpu = None
+    tail_made = None
     can_record = False
 
     def __init__(self, *, precision: type = np.float32, order: Literal["eager", "late"] = "eager") -> None:
@@ -230,6 +231,9 @@ class HostBackend:
 
     def rope_table(self, rope: RopeConfig, position: HostArray, prompt_cells: HostArray, out: HostArray) -> None:
         out.values[...] = reference.rope_table(rope, int(position.values[0]), out.shape[1], int(prompt_cells.values[0]))
+
+    def noise(self, out: HostArray, seed: int, first: int) -> None:
+        out.values[...] = reference.noise(seed, first, out.values.size).reshape(out.shape)
 
     def append(
         self,

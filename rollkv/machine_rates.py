@@ -13,12 +13,19 @@ from rollkv.roofline import ASSUMED, Bandwidths
 
 @dataclass(frozen=True)
 class PcieLink:
-    """How the card is connected, and what it could do. None: not known."""
+    """How the card is connected, what it could do, and the NUMA node it hangs on, where there are several. None: not known."""
 
     generation: int | None = None
     width: int | None = None
     max_generation: int | None = None
     max_width: int | None = None
+    numa_node: int | None = None
+
+    @property
+    def words(self) -> str:
+        """ "PCIe gen5 x16, NUMA node 0"; what is not known is left out, and all of it "PCIe link not known"."""
+        parts = ["PCIe link not known" if self.generation is None or self.width is None else f"PCIe gen{self.generation} x{self.width}"]
+        return ", ".join(parts if self.numa_node is None else [*parts, f"NUMA node {self.numa_node}"])
 
     @property
     def slow_words(self) -> str | None:
@@ -34,7 +41,9 @@ class PcieLink:
         )
 
     def as_dict(self) -> dict[str, int | None]:
-        return {f"pcie_{name}": value for name, value in asdict(self).items()}
+        facts = asdict(self)
+        node = facts.pop("numa_node")
+        return {**{f"pcie_{name}": value for name, value in facts.items()}, "numa_node": node}
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,11 @@ Letters as in backend.py. Attention works page by page and merges in index order
 
 import numpy as np
 
+from rollkv import split_mix
 from rollkv.config import DualChunk, RopeConfig
 from rollkv.rope import rope_frequencies
+
+NOISE_SCALE = np.float32(3**0.5 / 32767.5)  # of 16 random bits less their mean: deviation 1
 
 
 def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
@@ -142,3 +145,14 @@ def to_bf16_bits(x: np.ndarray) -> np.ndarray:
 def from_bf16_bits(bits: np.ndarray) -> np.ndarray:
     """bfloat16 bits (uint16) to float32, exactly."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def noise(seed: int, first: int, count: int) -> np.ndarray:
+    """Numbers first .. first + count - 1 of a seed (64 bits), float32 [count]: uniform, mean 0, deviation 1. Number i comes from the 16 bits i mod 4,
+    the lowest first, of word i // 4 of SplitMix64, so any piece can be made anywhere."""
+    begin, end = first // 4, -(-(first + count) // 4)
+    ramp = np.arange(end - begin, dtype=np.uint64) * np.uint64(split_mix.GAMMA)
+    words, spare = np.empty_like(ramp), np.empty_like(ramp)
+    split_mix.words(seed, begin, ramp, words, spare)
+    codes = words.astype("<u8", copy=False).view("<u2")[first % 4 :][:count]
+    return (codes.astype(np.float32) - np.float32(32767.5)) * NOISE_SCALE

@@ -11,9 +11,12 @@ from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any, TextIO
 
+from rollkv.backend import TailMade
 from rollkv.budget import Budget
 from rollkv.engine import Stats
+from rollkv.machine_rates import PcieLink
 from rollkv.phases import Phases
+from rollkv.roofline import Bandwidths
 from rollkv.units import format_rate, format_size
 
 PROGRESS_LINE_SECONDS = 10.0
@@ -81,10 +84,14 @@ def statistics_line(stats: Stats, budget: Budget, backend: str, stop: str | None
     return " | ".join(parts)
 
 
-def start_line(phases: Phases, stats: Stats) -> str:
-    """The parts of a start, from the imports of the command to the first token."""
+def start_line(phases: Phases, stats: Stats, tail: TailMade | None = None) -> str:
+    """The parts of a start, from the imports of the command to the first token; and how the tail was made beside them, if it was."""
     parts = phases.seconds | ({} if stats.ttft_seconds is None else {"first token": stats.ttft_seconds})
-    return f"start {sum(parts.values()):.2f} s: " + ", ".join(f"{name} {seconds:.2f}" for name, seconds in parts.items())
+    line = f"start {sum(parts.values()):.2f} s: " + ", ".join(f"{name} {seconds:.2f}" for name, seconds in parts.items())
+    if tail is None:
+        return line
+    rate = format_rate(tail.num_bytes / tail.seconds)
+    return f"{line}; tail of {format_size(tail.num_bytes)} made at {rate}, {tail.waited_seconds:.2f} of it waited for"
 
 
 def statistics_object(stats: Stats) -> dict[str, object]:
@@ -146,6 +153,11 @@ def prediction_line(budget: Budget) -> str:
     return f"predicted behind a full context{estimate}: {1 / step.seconds:.1f} tok/s, bound by {step.bound} ({alone})"
 
 
+def link_line(rates: Bandwidths, link: PcieLink) -> str:
+    """The link between host and device, and the rate it is reckoned with."""
+    return f"link: {link.words}; {format_rate(rates.link)} ({rates.link_origin})"
+
+
 def ring_line(budget: Budget) -> str:
     """How the staging ring was chosen: the terms of roofline.py."""
     if budget.ring is None:
@@ -165,13 +177,21 @@ def ring_line(budget: Budget) -> str:
 class PhaseProgress:
     """Progress of one phase on stderr: a bar that vanishes on a terminal, elsewhere at most one line every ten seconds.
 
-    Call it with (done, total). A phase that is over with its first call shows nothing.
+    Call it with (done, total). A phase that is over with its first call shows nothing. rate_form: shows how much is done a second, from the
+    first call on.
     """
 
     def __init__(
-        self, label: str, form: Callable[[int], str] = str, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        label: str,
+        form: Callable[[int], str] = str,
+        rate_form: Callable[[float], str] | None = None,
+        *,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._label, self._form, self._clock = label, form, clock
+        self._label, self._form, self._rate_form, self._clock = label, form, rate_form, clock
+        self._first: tuple[float, int] | None = None  # when the first call came, and what was done then
         self._stream = sys.stderr if stream is None else stream
         self._bar: Any = None
         self._task: Any = None
@@ -186,12 +206,14 @@ class PhaseProgress:
     def __call__(self, done: int, total: int) -> None:
         if self._stream is None:
             return
+        self._first = self._first or (self._clock(), done)
         if self._stream.isatty():
             self._show_bar(done, total)
         elif done < total and self._clock() - self._last >= PROGRESS_LINE_SECONDS:
             self._last = self._clock()
             note(f"{self._label} {self._shown(done, total)} ({done * 100 // total} %)")
         if done >= total:
+            self._first = None
             self.close()
 
     def close(self) -> None:
@@ -214,7 +236,10 @@ class PhaseProgress:
         self._bar.update(self._task, completed=done, shown=self._shown(done, total))
 
     def _shown(self, done: int, total: int) -> str:
-        return f"{self._form(done)} of {self._form(total)}"
+        shown = f"{self._form(done)} of {self._form(total)}"
+        if self._rate_form is None or self._first is None or done == self._first[1]:
+            return shown
+        return f"{shown}, {self._rate_form((done - self._first[1]) / max(self._clock() - self._first[0], 1e-9))}"
 
 
 def _plain(value: Any) -> Any:

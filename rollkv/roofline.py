@@ -12,7 +12,7 @@ A step reads every weight and every cached cell once from device memory. Meanwhi
 """
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,10 @@ class Bandwidths:
     hbm: float  # device memory
     link_origin: str = "assumed"
     hbm_origin: str = "assumed"
+
+    def with_link(self, rate: float) -> "Bandwidths":
+        """The same with a rate of the link that was given."""
+        return replace(self, link=rate, link_origin="given")
 
     def as_dict(self) -> dict[str, object]:
         return {

@@ -80,7 +80,7 @@ def test_pages_go_out_and_come_back(chunk_pages: int, first_slot: int, first_pag
         values = random.integers(0, 256, (slots, page_bytes)).astype(np.uint8)
         window, ring = cuda.upload("window", values), cuda.upload("ring", np.full_like(values, 0xFF))
         tail = cuda.host_pages("tail", 20, page_bytes)
-        assert all(chunk.pinned for chunk in tail.chunks)
+        assert all(chunk.pinned for chunk in tail().chunks)
         cuda.wait(Stream.COPY_OUT, cuda.record(Stream.COMPUTE))
         cuda.copy_out(PageRun(window, slots, first_slot, first_page, num_pages), tail)
         cuda.wait(Stream.COPY_IN, cuda.record(Stream.COPY_OUT))

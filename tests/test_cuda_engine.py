@@ -214,13 +214,13 @@ def test_closing_gives_everything_back(cuda_engine: Make) -> None:
 
 def test_a_tail_that_cannot_be_pinned_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch, cuda_engine: Make) -> None:
     """Only the slots are pinned: the tail is pageable, said aloud, and steps are not recorded."""
-    from rollkv.cuda.memory import SLOT_BYTES, PinnedMemory, slots_bytes
+    from rollkv.cuda.pinned import SLOT_BYTES, PinnedMemory, slots_bytes
 
     tokens = engines.fixture("qwen3")["tokens"].tolist() * 3
     config = engines.cache(480, page_cells=PAGE, kv="f16", ubatch=200)
     resident = rows_of(cuda_engine("qwen3", config), tokens, 400)
     pin, said = PinnedMemory._pin, []
-    monkeypatch.setattr(PinnedMemory, "_pin", lambda self, size: pin(self, size) if size == slots_bytes(SLOT_BYTES) else None)
+    monkeypatch.setattr(PinnedMemory, "_pin", lambda self, at, size: size == slots_bytes(SLOT_BYTES) and pin(self, at, size))
     windowed = engines.cache(480, page_cells=PAGE, kv="f16", ubatch=200, window=PAGE)
     engine = cuda_engine("qwen3", windowed, warn=said.append)
     assert not engine.backend.can_record and any("pinned" in message for message in said)

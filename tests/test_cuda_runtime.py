@@ -4,6 +4,7 @@ import ctypes
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from fake_driver import FakeDriver
+from rollkv import page_maker
 from rollkv.backend import Loadable, PageRun, Stream
 from rollkv.cuda.backend import CudaBackend
 from rollkv.cuda.context import Context
@@ -20,19 +22,18 @@ from rollkv.cuda.copies import Copies, Events, Notes, SlotRing, pieces
 from rollkv.cuda.device import DeviceArray, Launcher, Pointer, TensorMap, check_array
 from rollkv.cuda.driver import DriverCalls, find_device
 from rollkv.cuda.environment import probe
-from rollkv.cuda.memory import (
-    GRANULE_BYTES,
+from rollkv.cuda.memory import GRANULE_BYTES, DeviceMemory
+from rollkv.cuda.nvml import ProcessMemory, pcie_link
+from rollkv.cuda.nvrtc import CubinCache, KernelError, KernelSpec
+from rollkv.cuda.pinned import (
     NUM_NOTES,
     NUM_SLOTS,
     SLOT_BYTES,
-    DeviceMemory,
     HostChunk,
     HostPages,
     PinnedMemory,
     slots_bytes,
 )
-from rollkv.cuda.nvml import ProcessMemory, pcie_link
-from rollkv.cuda.nvrtc import CubinCache, KernelError, KernelSpec
 from rollkv.errors import DeviceError, OutOfMemoryError
 from rollkv.gguf_header import TensorData
 from rollkv.machine_rates import PcieLink
@@ -201,7 +202,7 @@ def test_a_lost_device_is_no_lack_of_memory() -> None:
     with pytest.raises(DeviceError):
         _memory(driver).take("x", 1)
     with pytest.raises(DeviceError):
-        PinnedMemory(DriverCalls(driver), MIB, pytest.fail).pages("x", 1, 4096)
+        PinnedMemory(DriverCalls(driver), MIB, pytest.fail).pages("x", 1, 4096)()
 
 
 def _check_chunks(pages: HostPages, num_pages: int) -> None:
@@ -212,11 +213,11 @@ def _check_chunks(pages: HostPages, num_pages: int) -> None:
 def test_pinned_chunks_hold_whole_pages() -> None:
     driver = FakeDriver()
     memory = PinnedMemory(DriverCalls(driver), 10 * MIB, pytest.fail)
-    pages = memory.pages("tail", 23, 3 * MIB)
+    pages = memory.pages("tail", 23, 3 * MIB)()
     _check_chunks(pages, 23)
     assert [chunk.num_pages for chunk in pages.chunks] == [3] * 7 + [2]
     assert memory.pinned_bytes == 69 * MIB + slots_bytes(SLOT_BYTES)
-    large = memory.pages("one page is larger than a chunk", 2, 12 * MIB)
+    large = memory.pages("one page is larger than a chunk", 2, 12 * MIB)()
     assert [chunk.num_pages for chunk in large.chunks] == [1, 1]
     memory.close()
     memory.close()
@@ -228,12 +229,12 @@ def test_pinning_falls_back_to_smaller_chunks_and_then_says_that_memory_is_pagea
     driver.pin_limit = 45 * MIB
     memory = PinnedMemory(DriverCalls(driver), 32 * MIB, said.append)
     memory.slots()
-    pages = memory.pages("KV tail, layer 3", 30, MIB)
+    pages = memory.pages("KV tail, layer 3", 30, MIB)()
     _check_chunks(pages, 30)
     assert [chunk.pinned for chunk in pages.chunks] == [True] * (len(pages.chunks) - 1) + [False]
     assert sum(chunk.num_pages for chunk in pages.chunks if chunk.pinned) >= 9
     assert memory.has_pageable
-    memory.pages("KV tail, layer 4", 4, MIB)
+    memory.pages("KV tail, layer 4", 4, MIB)()
     assert len(said) == 1 and "KV tail, layer 3" in said[0] and "pinned buffer" in said[0]
 
 
@@ -262,10 +263,10 @@ class _Refusing(FakeDriver):
 )
 def test_refused_chunks_are_asked_for_in_smaller_pieces(monkeypatch: pytest.MonkeyPatch, allows: Any, pages: list[int]) -> None:
     """Everything is pinned at last, so there is nothing to warn of."""
-    monkeypatch.setattr("rollkv.cuda.memory.SLOT_BYTES", MIB // 2)
+    monkeypatch.setattr("rollkv.cuda.pinned.SLOT_BYTES", MIB // 2)
     driver = _Refusing(allows)
     memory = PinnedMemory(DriverCalls(driver), 16 * MIB, pytest.fail)
-    tail = memory.pages("tail", 40, MIB)
+    tail = memory.pages("tail", 40, MIB)()
     _check_chunks(tail, 40)
     assert [chunk.num_pages for chunk in tail.chunks] == pages and not memory.has_pageable
     memory.close()
@@ -274,12 +275,127 @@ def test_refused_chunks_are_asked_for_in_smaller_pieces(monkeypatch: pytest.Monk
 
 def test_a_pageable_tail_is_told_with_its_price(monkeypatch: pytest.MonkeyPatch) -> None:
     """All chunks refused: all pages behind the slots."""
-    monkeypatch.setattr("rollkv.cuda.memory.SLOT_BYTES", MIB // 2)
+    monkeypatch.setattr("rollkv.cuda.pinned.SLOT_BYTES", MIB // 2)
     said: list[str] = []
     memory = PinnedMemory(DriverCalls(_Refusing(lambda number, _: number == 1)), 16 * MIB, said.append)
-    (chunk,) = memory.pages("KV tail, layer 0", 40, MIB).chunks
+    (chunk,) = memory.pages("KV tail, layer 0", 40, MIB)().chunks
     assert not chunk.pinned and memory.pinned_bytes == slots_bytes(MIB // 2)
     assert len(said) == 1 and "40.0 MiB of KV tail, layer 0" in said[0] and "at about 9 GB/s" in said[0] and "\n" not in said[0]
+
+
+def _names(driver: FakeDriver) -> list[str]:
+    return [name for name, _ in driver.calls]
+
+
+def test_pages_are_pinned_by_whoever_needs_some_first() -> None:
+    driver, told = FakeDriver(), []
+    memory = PinnedMemory(DriverCalls(driver), 8 * MIB, pytest.fail, on_progress=lambda *step: told.append(step))
+    first, second = memory.pages("layer 0", 12, MIB), memory.pages("layer 1", 20, MIB)
+    assert _names(driver).count("cuMemHostRegister") == 1 and memory.made is None, "the slots alone"
+    _check_chunks(second(), 20)
+    assert told == [(done * MIB, 32 * MIB) for done in (8, 12, 20, 28, 32)]
+    calls = len(driver.calls)
+    _check_chunks(first(), 12)
+    assert first() is first() and len(driver.calls) == calls and len(told) == 5
+    assert memory.made is not None and memory.made.num_bytes == 32 * MIB and 0 <= memory.made.waited_seconds <= memory.made.seconds
+    memory.free_pages()
+    assert memory.made is None and memory.pinned_bytes == slots_bytes(SLOT_BYTES) and len(driver.pinned) == 1
+    memory.close()
+    assert not driver.pinned
+
+
+def test_idle_time_is_not_counted() -> None:
+    """Made by 3 s on the clock, asked for at 0, needed at 100, pinned by 101."""
+    now = [0.0]
+    memory = PinnedMemory(DriverCalls(FakeDriver()), 8 * MIB, pytest.fail, clock=lambda: now[0])
+    pages = memory.pages("tail", 12, MIB)
+    memory._maker.wait(memory._areas[0], 12 * MIB)
+    memory._maker.stop()
+    memory._maker.last_made = 3.0
+
+    def progress(done: int, total: int) -> None:
+        now[0] = 101.0
+
+    now[0], memory._on_progress = 100.0, progress
+    pages()
+    assert memory.made is not None and (memory.made.seconds, memory.made.waited_seconds) == (4.0, 1.0)
+    memory.close()
+
+
+class _Interrupted(FakeDriver):
+    """An interrupt comes with one of the calls that pin."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+    def interfere(self, name: str) -> int | None:
+        if name == "cuMemHostRegister" and _names(self).count(name) == self.number:
+            self.number = 0
+            raise KeyboardInterrupt
+        return None
+
+
+@pytest.mark.parametrize("number", [2, 3, 5])
+def test_waiting_for_pages_may_be_interrupted_and_goes_on(number: int) -> None:
+    driver = _Interrupted(number)
+    memory = PinnedMemory(DriverCalls(driver), 8 * MIB, pytest.fail)
+    first, second = memory.pages("layer 0", 20, MIB), memory.pages("layer 1", 9, MIB)
+    with pytest.raises(KeyboardInterrupt):
+        first()
+    _check_chunks(first(), 20)
+    _check_chunks(second(), 9)
+    spans = sorted((address, memory.size) for address, memory in driver.pinned.items())
+    assert all(a + size <= b for (a, size), (b, _) in zip(spans, spans[1:], strict=False)) and not memory.has_pageable
+    assert sum(size for _, size in spans) == 29 * MIB + slots_bytes(SLOT_BYTES)
+    memory.close()
+    assert not driver.pinned
+
+
+@pytest.mark.parametrize("ends", ["free_pages", "close"])
+def test_pages_that_nobody_needed_are_given_back(ends: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While threads are at work on them: they end first."""
+    plain, working = page_maker._Part.make, []
+
+    def make(self: Any) -> None:
+        working.append(self)
+        time.sleep(0.01)
+        plain(self)
+        working.remove(self)
+
+    closed = page_maker.Area.close
+
+    def close(self: Any) -> None:
+        assert not working
+        closed(self)
+
+    monkeypatch.setattr(page_maker, "PART_BYTES", MIB)
+    monkeypatch.setattr(page_maker._Part, "make", make)
+    monkeypatch.setattr(page_maker.Area, "close", close)
+    driver = FakeDriver()
+    memory = PinnedMemory(DriverCalls(driver), 8 * MIB, pytest.fail)
+    for layer in range(10):
+        memory.pages(f"layer {layer}", 16, MIB)
+    getattr(memory, ends)()
+    assert not memory._maker._parts and not memory._areas and len(driver.pinned) == (ends == "free_pages")
+    memory.close()
+
+
+def test_no_two_chunks_share_a_page_of_the_system() -> None:
+    driver = FakeDriver()
+    memory = PinnedMemory(DriverCalls(driver), 40_000, pytest.fail)
+    tail = memory.pages("tail", 50, 3000)()
+    _check_chunks(tail, 50)
+    chunks = [(address // 4096, (address + memory.size - 1) // 4096) for address, memory in sorted(driver.pinned.items())]
+    assert all(end < begin for (_, end), (begin, _) in zip(chunks, chunks[1:], strict=False)) and len(tail.chunks) == 1
+    assert [chunk.num_pages for chunk in memory.pages("tail", 1100, 3000)().chunks] == [512, 512, 76]
+
+
+def test_without_memory_the_label_is_named() -> None:
+    memory = PinnedMemory(DriverCalls(FakeDriver()), MIB, pytest.fail)
+    memory.slots()
+    with pytest.raises(OutOfMemoryError, match="KV tail, layer 7 needs another"):
+        memory.pages("KV tail, layer 7", 1 << 42, MIB)
 
 
 def test_without_any_pinned_memory_the_run_is_refused() -> None:
@@ -306,7 +422,7 @@ class _Copying:
             self.driver.pin_limit = slots_bytes(slot_bytes)
             self.memory.slots()
             self.driver.pin_limit = pin_limit
-        self.tail = self.memory.pages("tail", num_pages, page_bytes)
+        self.tail = self.memory.pages("tail", num_pages, page_bytes)()
         address = int(calls("cuMemAlloc", slots * page_bytes))
         self.pool = DeviceArray(address, (slots, page_bytes), "u8")
         self.values = self.driver.device[address].reshape(slots, page_bytes)
@@ -601,6 +717,7 @@ def test_process_memory_by_own_number_and_by_foreign_number(monkeypatch: pytest.
     nvml.processes |= {9000: 11}  # this process under the number it has outside its container
     other.identify()
     assert other.used_bytes() == 11
+    assert ProcessMemory("0000:00:00.0", nvml, pid=7).used_bytes() == 100
 
 
 def test_process_memory_unknown() -> None:

@@ -15,11 +15,12 @@ import pytest
 import engines
 from fake_machine import Library, Machine, install
 from rollkv.cli.main import main
-from rollkv.cuda import backend, device, loading, memory
+from rollkv.cuda import backend, device, loading, pinned
 from rollkv.cuda.driver import DriverCalls
 from rollkv.cuda.nvrtc import Cubin, CubinCache
 from rollkv.engine import load
 from rollkv.errors import DeviceError, OutOfMemoryError, RollkvError
+from rollkv.machine_rates import PcieLink
 from rollkv.units import MIB
 
 OUT_OF_MEMORY, ILLEGAL_ADDRESS, LAUNCH_FAILED = 2, 700, 719
@@ -104,7 +105,7 @@ class FaultyMachine(Machine):
 def machine(monkeypatch: pytest.MonkeyPatch) -> FaultyMachine:
     made = install(monkeypatch, FaultyMachine())
     monkeypatch.setattr(backend, "DriverCalls", partial(DriverCalls, made))
-    monkeypatch.setattr(memory, "SLOT_BYTES", MIB)  # touching 96 MiB takes longer than all else here
+    monkeypatch.setattr(pinned, "SLOT_BYTES", MIB)  # touching 96 MiB takes longer than all else here
     return made
 
 
@@ -263,7 +264,7 @@ def test_threads_that_fill_slots_have_ended_before_these_are_freed(
 def test_a_tail_that_cannot_be_pinned_leaves_the_slots(machine: FaultyMachine, room_bytes: int) -> None:
     """Down to the slots alone; one warning says what it costs."""
     said: list[str] = []
-    machine.pin_limit = memory.slots_bytes(MIB) + room_bytes
+    machine.pin_limit = pinned.slots_bytes(MIB) + room_bytes
     with load("synth:tiny:Q4_K", engines.cache(8000, ubatch=48, window=32, kv="f16"), backend="cuda", warn=said.append) as engine:
         assert list(engine.generate_ids([1] * 100, 24)) == [0] * 24
         assert not engine.backend.can_record
@@ -297,6 +298,19 @@ def test_the_command_ends_with_one_line(machine: FaultyMachine, capsys: pytest.C
     assert "Traceback" not in out.err and out.out == "" and errors[-1].startswith("rollkv: error: ")
     assert sum("error" in line for line in errors) == 1
     machine.check_that_nothing_is_left()
+
+
+@pytest.mark.parametrize(("link", "slow"), [(PcieLink(5, 16, 5, 16, 1), False), (PcieLink(4, 8, 5, 16), True), (PcieLink(), False)])
+def test_the_start_tells_of_link_and_tail(
+    machine: FaultyMachine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], link: PcieLink, slow: bool
+) -> None:
+    monkeypatch.setattr("rollkv.cuda.nvml.pcie_link", lambda bus: link)
+    assert main((*GENERATE, "-v")) == 0
+    said = capsys.readouterr().err
+    assert f"rollkv: link: {link.words}; 25.0 GB/s (assumed)\n" in said and ("the link runs at PCIe gen4 x8" in said) is slow
+    assert re.search(r"rollkv: start .*; tail of [0-9.]+ [KM]iB made at [0-9.]+ GB/s, [0-9.]+ of it waited for\n", said)
+    assert main((*GENERATE, "-v", "--window", "4096")) == 0
+    assert "made at" not in capsys.readouterr().err, "nothing spills, so nothing is made"
 
 
 @pytest.mark.parametrize(

@@ -7,21 +7,24 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import typer
 
 from rollkv import ladder_fit as fit
-from rollkv.backend import DeviceUse, Stream
+from rollkv.backend import DeviceUse, GpuFacts, Stream
 from rollkv.budget import Budget
 from rollkv.cli import main as boundary
 from rollkv.cli.ladder import ladder
 from rollkv.counts import parse_depths, parse_sizes, spread_evenly
+from rollkv.engine import load
 from rollkv.errors import OutOfMemoryError, UsageError
 from rollkv.ladder_fit import Fit, Point
+from rollkv.machine_rates import PcieLink
 from rollkv.model_config import model_config
-from rollkv.roofline import ASSUMED, StepCost
+from rollkv.roofline import ASSUMED, Bandwidths, StepCost
 from rollkv.synth import open_model
 from rollkv.tasks import ceilings as probe
 from rollkv.tasks import climb
@@ -554,7 +557,7 @@ class ProbedBackend:
         self._copy(Stream.COPY_OUT, run)
 
     def add(self, x, y) -> None:
-        assert x == y and x[0] * x[1] * 4 == probe.PROBE_ARRAY_BYTES
+        assert x == y and x[0] * x[1] * 4 == GIB
         self.now[Stream.COMPUTE] += 3 * GIB / (3e12 if self.added else 1e9)  # the first one loads the kernel
         self.added += 1
 
@@ -570,7 +573,7 @@ class ProbedBackend:
 
 def test_the_probe_finds_the_rates_of_a_backend():
     backend = ProbedBackend()
-    rates = measure_rates(backend)
+    rates = measure_rates(backend, GIB)
     assert (rates.link_in, rates.link_out, rates.hbm) == pytest.approx((50e9, 40e9, 3e12))
     assert rates.link_both == pytest.approx(80e9), "both ways take as long as the slower one"
     assert backend.copies == 4 * 32 * 6 and backend.added == 6
@@ -643,15 +646,80 @@ def test_a_context_beyond_the_trained_one_is_said_once(command, capsys):
 
 
 def test_measured_rates_stand_in_every_row(command, capsys, monkeypatch):
-    monkeypatch.setattr("rollkv.cli.ladder.machine_rates", lambda backend, device: Rates(50e9, 40e9, 80e9, 4e12))
+    monkeypatch.setattr("rollkv.cli.ladder.machine_rates", lambda *_: Rates(50e9, 40e9, 80e9, 4e12, PcieLink(5, 16, 5, 16, 1)))
     assert command("--tail", "0,384KiB", "-o", "json") == 0
     out = capsys.readouterr()
     result = json.loads(out.out)
-    assert "link 50.0 GB/s in, 40.0 GB/s out, 80.0 GB/s both at once; device memory 4000.0 GB/s" in out.err
+    assert "link 50.0 GB/s in, 40.0 GB/s out, 80.0 GB/s both at once (PCIe gen5 x16, NUMA node 1); device memory 4000.0 GB/s" in out.err
     assert result["measured_link_out_gbps"] == 40 and result["bytes_per_token"] > 0 and result["resident_roofline_tokens_per_second"] > 0
     for row in result["rows"]:
         assert row["link_gbps"] == 50 and row["link_percent"] == pytest.approx(100 * row["tail_gbps"] / 50)
         assert row["predicted_sum_ms"] >= row["predicted_overlap_ms"] >= result["resident_ms"] and row["roofline_tokens_per_second"] > 0
+
+
+def test_a_given_link_is_reckoned_with(command, capsys, monkeypatch):
+    """It takes the measured one's place in predictions and in the choice of the plan; what was measured is still told, and compared with."""
+    reckoned = []
+    monkeypatch.setattr("rollkv.cli.ladder.machine_rates", lambda *_: Rates(50e9, 40e9, 80e9, 4e12, PcieLink(5, 16, 5, 16)))
+    monkeypatch.setattr("rollkv.engine.load", lambda *_, **options: reckoned.append(options["rates"]) or load(*_, **options))
+    assert command("--tail", "0,384KiB", "--link-gbps", 0.001, "-o", "json") == 0
+    out = capsys.readouterr()
+    assert "link 50.0 GB/s in" in out.err and "link reckoned with 0.0 GB/s (given)" in out.err
+    (rates,) = reckoned
+    assert (rates.link, rates.link_origin, rates.hbm, rates.hbm_origin) == (1e6, "given", 4e12, "measured")
+    for row in json.loads(out.out)["rows"]:
+        assert (row["given_link_gbps"], row["measured_link_in_gbps"], row["link_gbps"], row["numa_node"]) == (0.001, 50, 50, None)
+        assert row["link_percent"] == pytest.approx(100 * row["tail_gbps"] / 50)
+        assert row["predicted_overlap_ms"] >= row["tail_bytes"] / 1e6 * 1e3
+    assert row["roofline_tokens_per_second"] == pytest.approx(1e6 / row["tail_bytes"])
+    for value in ("0", "-1", "nan", "inf"):
+        assert command("--link-gbps", value) == 2
+        assert "--link-gbps" in capsys.readouterr().err
+
+
+def test_a_given_link_needs_no_measured_one(command, capsys):
+    assert Rates(link_given=1e9).bandwidths == Bandwidths(1e9, ASSUMED.hbm, "given", "assumed") and Rates().bandwidths is None
+    assert command("--tail", "0,384KiB", "--link-gbps", 2, "-o", "json") == 0
+    out = capsys.readouterr()
+    assert "ceilings: not measured; link reckoned with 2.0 GB/s (given)" in out.err
+    row = json.loads(out.out)["rows"][1]
+    assert row["predicted_sum_ms"] > row["predicted_overlap_ms"] > 0 and row["link_percent"] is None
+
+
+def test_the_probe_keeps_within_the_smallest_cap(command, capsys, monkeypatch):
+    caps = []
+
+    class Backend:
+        facts = SimpleNamespace(pci_bus_id="0000:00:00.0")
+        gpu = GpuFacts("Some GPU", 1 << 35, "13.0", "0000:00:00.0")
+
+        def __init__(self, device: int, *, cap_bytes: int | None, warn: object) -> None:
+            caps.append(cap_bytes)
+
+        def __enter__(self) -> "Backend":
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    def measure(backend: Backend, array_bytes: int) -> Rates:
+        if caps[-1] is not None and caps[-1] < array_bytes * 2:
+            raise OutOfMemoryError("no room")
+        return Rates(50e9, 40e9, 80e9, float(array_bytes))
+
+    monkeypatch.setattr("rollkv.cuda.backend.CudaBackend", Backend)
+    monkeypatch.setattr(probe, "measure_rates", measure)
+    monkeypatch.setattr("rollkv.cuda.nvml.pcie_link", lambda bus: PcieLink())
+    said = []
+    assert probe.probe_device(0, said.append).hbm == probe.probe_device(0, said.append, 4 * GIB).hbm == GIB
+    assert probe.probe_device(0, said.append, GIB).hbm == GIB // 4 and not said
+    assert probe.probe_device(0, said.append, MIB) == Rates() and said == ["link and device memory cannot be measured: no room"]
+    asked = []
+    monkeypatch.setattr("rollkv.cli.ladder.machine_rates", lambda *what: asked.append(what) or Rates())
+    for arguments in (("--vram-target", "2100,2000,2200MiB"), ("--tail", "0")):
+        assert command(*arguments) == 0
+    assert asked == [("host", 0, 2000 * MIB), ("host", 0, None)]
+    capsys.readouterr()
 
 
 @pytest.mark.parametrize("form", ["md", "json", "jsonl", "csv"])

@@ -12,7 +12,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "rollkv"
 
 KERNELS = (
-    "add", "attn_decode", "attn_merge", "attn_prefill", "choose", "dequantise", "embed", "linear_rows", "qkv_append", "queries", "repack", "rope_table", "round_rows", "synth_noise",
+    "add", "attn_decode", "attn_merge", "attn_prefill", "choose", "dequantise", "embed", "linear_rows", "noise", "qkv_append", "queries", "repack", "rope_table", "round_rows", "synth_noise",
 )  # fmt: skip
 
 # fmt: off
@@ -22,15 +22,15 @@ FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("F1 facts", ("config",)),
     ("F2 .. random bits", ("split_mix",)),
     ("F2 files and pure functions",
-     ("gguf_header", "quants", "pretokenizers", "vocabulary", "score_merge", "chat_sandbox", "sampling", "stop_strings", "pages", "rope", "host_memory", "models",
+     ("gguf_header", "quants", "pretokenizers", "vocabulary", "score_merge", "chat_sandbox", "sampling", "stop_strings", "pages", "rope", "host_memory", "numa", "models",
       "counts", "prose", "metrics", "logit_file", "plots", "ladder_fit", "synth_shapes")),
-    ("F2 .. from those", ("gguf_file", "dual_chunk", "tokenizer", "chat", "ladder_plot", "stream_plan", "workspace", "roofline", "residency", "synth_blocks", "synth_circuit", "synth_words")),
+    ("F2 .. from those", ("gguf_file", "dual_chunk", "tokenizer", "chat", "ladder_plot", "page_maker", "stream_plan", "workspace", "roofline", "residency", "synth_blocks", "synth_circuit", "synth_words")),
     ("F2 .. the sum of it", ("model_config", "hf_config", "budget", "machine_rates", "synth_plan", "synth_noise")),
     ("F2 .. from those", ("synth", "ubatch")),
     ("F3 contract and oracle", ("backend", "reference")),
     ("F4 the machine at hand", ("host_backend",)),
     ("F4 the GPU: libraries", ("cuda.driver", "cuda.nvrtc", "cuda.nvml")),
-    ("F4 .. device and memory", ("cuda.context", "cuda.device", "cuda.graph", "cuda.memory", "cuda.environment")),
+    ("F4 .. device and memory", ("cuda.context", "cuda.device", "cuda.graph", "cuda.memory", "cuda.pinned", "cuda.environment")),
     ("F4 .. built on those", ("cuda.copies", "cuda.weights_gpu", "cuda.kernels.kv_format")),
     ("F4 .. common to those", ("cuda.kernels.activation",)),
     ("F4 .. one operation each", tuple(f"cuda.kernels.{name}" for name in KERNELS)),

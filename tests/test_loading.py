@@ -11,7 +11,7 @@ import engines
 from fake_driver import FakeDriver
 from oracle_linear import random_weight
 from rollkv.backend import Loadable, Stream
-from rollkv.cuda import loading, memory
+from rollkv.cuda import loading, pinned
 from rollkv.cuda.copies import Events, SlotRing
 from rollkv.cuda.device import DeviceArray
 from rollkv.cuda.driver import DriverCalls
@@ -36,13 +36,13 @@ class Loading:
     """A loader over the double; kernels are replaced by what they are compared with elsewhere. `matrices` holds what was repacked."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, slot_bytes: int) -> None:
-        monkeypatch.setattr(memory, "SLOT_BYTES", slot_bytes)
+        monkeypatch.setattr(pinned, "SLOT_BYTES", slot_bytes)
         monkeypatch.setattr(repack, "repack", self._repack)
         monkeypatch.setattr(synth_noise, "synth_noise", self._noise)
         self.driver = FakeDriver()
         calls, streams = DriverCalls(self.driver), {stream: 100 + stream.value for stream in Stream}
         self.events = Events(calls, streams)
-        self.pinned = memory.PinnedMemory(calls, 1 << 20, pytest.fail)
+        self.pinned = pinned.PinnedMemory(calls, 1 << 20, pytest.fail)
         self.slab = DeviceArray(int(calls("cuMemAlloc", SLAB_BYTES)), (SLAB_BYTES,), "u8")
         self.slots = SlotRing(self.events, self.pinned)
         self.loader = loading.WeightLoader(calls, streams, self.events, None, self.slots, self.slab)  # type: ignore[arg-type]
@@ -98,7 +98,7 @@ def test_files_arrive_whole(monkeypatch: pytest.MonkeyPatch, model: str) -> None
             else:
                 values = dequantise(tensor.qtype, tensor.raw, tensor.shape)
                 np.testing.assert_array_equal(_bytes(target.ptr, target.nbytes).view(np.float32), values)
-    assert at.pinned.pinned_bytes == memory.slots_bytes(64 << 10)
+    assert at.pinned.pinned_bytes == pinned.slots_bytes(64 << 10)
     assert "cuStreamSynchronize" not in [name for name, _ in at.driver.calls]
 
 
@@ -152,7 +152,7 @@ def test_leaving_early_gives_the_slots_back(monkeypatch: pytest.MonkeyPatch) -> 
     broken = TensorData("w", "IQ1_S", (256,), np.zeros(50, np.uint8))
     with pytest.raises(Exception, match="IQ1_S"):
         list(at.load([*tensors[:2], broken, *tensors[2:]]))
-    for _ in range(memory.NUM_SLOTS):
+    for _ in range(pinned.NUM_SLOTS):
         at.slots.busy_until(at.slots.take()[0], at.events.record(Stream.COPY_IN))
 
 

@@ -69,4 +69,15 @@ def test_a_slow_link_is_named() -> None:
     assert PcieLink(5, 16, 5, 16).slow_words is None and PcieLink(5, 16, 4, 16).slow_words is None
     for unknown in (PcieLink(), PcieLink(1, 4, None, 16), PcieLink(1, None, 5, 16)):
         assert unknown.slow_words is None
-    assert PcieLink(3, 8).as_dict() == {"pcie_generation": 3, "pcie_width": 8, "pcie_max_generation": None, "pcie_max_width": None}
+    assert PcieLink(3, 8, numa_node=1).as_dict() == {
+        "pcie_generation": 3,
+        "pcie_width": 8,
+        "pcie_max_generation": None,
+        "pcie_max_width": None,
+        "numa_node": 1,
+    }
+
+
+def test_a_link_in_words() -> None:
+    assert PcieLink(5, 16, 5, 16, 0).words == "PCIe gen5 x16, NUMA node 0"
+    assert PcieLink(4, 8).words == "PCIe gen4 x8" and PcieLink(4, None, numa_node=1).words == "PCIe link not known, NUMA node 1"

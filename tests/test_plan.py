@@ -23,7 +23,7 @@ class Backend:
     gpu = GPU
     opened = 0
 
-    def __init__(self, device: int, *, warn: Any) -> None:
+    def __init__(self, device: int, *, cap_bytes: int | None, warn: Any) -> None:
         type(self).opened += 1
 
     def __enter__(self) -> "Backend":
@@ -39,8 +39,8 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[Backend]:
     monkeypatch.setenv("ROLLKV_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr("rollkv.cuda.driver.find_device", lambda calls, index: SimpleNamespace(gpu=GPU))
     monkeypatch.setattr("rollkv.cuda.backend.CudaBackend", Backend)
-    monkeypatch.setattr("rollkv.cuda.nvml.pcie_link", lambda bus: PcieLink(4, 16, 5, 16))
-    monkeypatch.setattr(ceilings, "measure_rates", lambda backend: ceilings.Rates(20e9, 20e9, 40e9, 500e9))
+    monkeypatch.setattr("rollkv.cuda.nvml.pcie_link", lambda bus: PcieLink(4, 16, 5, 16, 1))
+    monkeypatch.setattr(ceilings, "measure_rates", lambda backend, array_bytes: ceilings.Rates(20e9, 20e9, 40e9, 500e9))
     monkeypatch.setattr(Backend, "opened", 0)
     return Backend
 
@@ -49,13 +49,13 @@ def planned(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[dict[str
     assert main([*MODEL, *options, "-o", "json"]) == 0
     out, err = capsys.readouterr()
     found = json.loads(out)
-    return found["budget"]["predicted"] | {"link": (found["pcie_generation"], found["pcie_max_width"])}, err
+    return found["budget"]["predicted"] | {"link": (found["pcie_generation"], found["pcie_max_width"], found["numa_node"])}, err
 
 
 def test_rates_are_measured_once(machine: type[Backend], capsys: pytest.CaptureFixture[str]) -> None:
     first, said = planned(capsys)
     assert (first["link_gbps"], first["link_origin"], first["hbm_gbps"], first["hbm_origin"]) == (20, "measured", 500, "measured")
-    assert first["link"] == (4, 16)
+    assert first["link"] == (4, 16, 1)
     assert machine.opened == 1 and "measuring link and device memory" in said and "gen4 x16" in said
     again, said = planned(capsys)
     assert again == first and machine.opened == 1
@@ -68,7 +68,7 @@ def test_a_damaged_file_is_measured_again(machine: type[Backend], capsys: pytest
     planned(capsys)
     RatesCache().path(GPU.card).write_text("{")
     assert planned(capsys)[0]["link_gbps"] == 20 and machine.opened == 2
-    assert RatesCache().load(GPU.card) == MachineRates(20e9, 500e9, PcieLink(4, 16, 5, 16))
+    assert RatesCache().load(GPU.card) == MachineRates(20e9, 500e9, PcieLink(4, 16, 5, 16, 1))
 
 
 def test_a_given_rate_takes_the_place_of_the_measured_one(machine: type[Backend], capsys: pytest.CaptureFixture[str]) -> None:
@@ -80,10 +80,17 @@ def test_a_given_rate_takes_the_place_of_the_measured_one(machine: type[Backend]
         assert "--link-gbps" in capsys.readouterr().err
 
 
+def test_the_link_is_shown(machine: type[Backend], capsys: pytest.CaptureFixture[str]) -> None:
+    shown: list[tuple[tuple[str, ...], str]] = [((), "20.0 GB/s (measured)"), (("--link-gbps", "5"), "5.0 GB/s (given)")]
+    for options, rate in shown:
+        assert main([*MODEL, "-v", *options]) == 0
+        assert f"rollkv: link: PCIe gen4 x16, NUMA node 1; {rate}\n" in capsys.readouterr().err
+
+
 def test_without_a_gpu_rates_are_assumed(no_gpu: None, capsys: pytest.CaptureFixture[str]) -> None:
     assumed, said = planned(capsys)
     assert (assumed["link_gbps"], assumed["link_origin"], assumed["hbm_origin"]) == (25, "assumed", "assumed") and said == ""
-    assert assumed["link"] == (None, None)
+    assert assumed["link"] == (None, None, None)
     assert main([*MODEL, "--probe-link"]) == 3
     assert "no GPU in this test" in capsys.readouterr().err
 
@@ -91,7 +98,7 @@ def test_without_a_gpu_rates_are_assumed(no_gpu: None, capsys: pytest.CaptureFix
 def test_without_memory_to_spare_rates_are_assumed(
     machine: type[Backend], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def full(backend: Backend) -> None:
+    def full(backend: Backend, array_bytes: int) -> None:
         raise ceilings.OutOfMemoryError("no room")
 
     monkeypatch.setattr(ceilings, "measure_rates", full)

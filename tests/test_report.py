@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from rollkv import report
+from rollkv.backend import TailMade
 from rollkv.budget import Budget
 from rollkv.engine import Stats
 from rollkv.phases import Phases
 from rollkv.roofline import ASSUMED, Bandwidths, StepCost
 from rollkv.stream_plan import RingShape
-from rollkv.units import GIB, MIB
+from rollkv.units import GIB, MIB, format_rate, format_size
 
 
 def budget(cap: int | None = None) -> Budget:
@@ -78,6 +79,11 @@ def test_start_line_adds_up():
     assert report.start_line(phases, Stats(ttft_seconds=0.5)).startswith("start 2.00 s: imports 0.75, weights 0.75, first token 0.50")
 
 
+def test_the_start_tells_of_the_tail():
+    line = report.start_line(Phases(iter([0.0]).__next__), Stats(ttft_seconds=0.5), TailMade(3 * GIB, 0.25, 0.125))
+    assert line == "start 0.50 s: first token 0.50; tail of 3.00 GiB made at 12.9 GB/s, 0.12 of it waited for"
+
+
 def test_budget_table_adds_up():
     rows = [line.rsplit("  ", 1) for line in report.budget_table(budget(6 * GIB)).splitlines()]
     shown = {name.strip(): value.strip() for name, value in rows}
@@ -122,6 +128,17 @@ def test_a_phase_of_one_step_shows_nothing(capsys):
     with report.PhaseProgress("prompt", stream=terminal) as progress:
         progress(4, 4)
     assert terminal.getvalue() == "" and capsys.readouterr().err == ""
+
+
+def test_progress_tells_its_rate(capsys):
+    now = [100.0]
+    progress = report.PhaseProgress("tail", format_size, format_rate, stream=io.StringIO(), clock=lambda: now[0])
+    for seconds, done in ((50.0, 2 * GIB), (61.0, 13 * GIB), (65.0, 20 * GIB), (200.0, 2 * GIB), (211.0, 5 * GIB)):
+        now[0] = 100.0 + seconds
+        progress(done, 20 * GIB)
+    lines = [line.removeprefix("rollkv: tail ") for line in capsys.readouterr().err.splitlines()]
+    assert lines[:2] == ["2.00 GiB of 20.00 GiB (10 %)", "13.00 GiB of 20.00 GiB, 1.1 GB/s (65 %)"]
+    assert lines[2:] == ["2.00 GiB of 20.00 GiB (10 %)", "5.00 GiB of 20.00 GiB, 0.3 GB/s (25 %)"], "a second wait has a rate of its own"
 
 
 @pytest.mark.parametrize("closed", ["missing", "broken"])

@@ -76,7 +76,7 @@ def generate(
     from rollkv.engine import load
     from rollkv.models import default_model
     from rollkv.tasks import generate as task
-    from rollkv.units import format_size
+    from rollkv.units import format_rate, format_size
 
     phases.ends("imports")
     sampling = SamplingParams(temp, top_k, top_p, min_p, repeat_penalty, repeat_last, seed)
@@ -98,7 +98,8 @@ def generate(
     if verbose:
         _describe_prompt(opened, prompt_tokens)
     phases.ends("vocabulary and prompt")
-    with report.PhaseProgress("loading", format_size) as loading:
+    making = report.PhaseProgress("making the tail", format_size, format_rate)
+    with report.PhaseProgress("loading", format_size, format_rate) as loading:
         engine = load(
             opened.path,
             cache,
@@ -109,12 +110,14 @@ def generate(
             portable=portable,
             warn=report.warn,
             on_load=loading,
+            on_tail=making,
             phases=phases,
         )
-    with engine, report.PhaseProgress("prompt") as progress:
+    with engine, making, report.PhaseProgress("prompt") as progress:
         if verbose:
             report.note(f"{engine.backend_name} backend\n{report.budget_table(engine.budget)}")
             report.note(report.prediction_line(engine.budget))
+            _describe_link(engine)
             report.note(report.ring_line(engine.budget))
         generation = task.Generation(engine, opened.tokenizer, prompt_tokens, request, progress)
         _stream(engine, opened, generation, as_json, phases if verbose else None)
@@ -138,7 +141,7 @@ def _stream(engine: "Engine", model: "TextModel", generation: "Generation", as_j
     elif not generation.text.endswith("\n"):
         report.write_text("\n")
     if phases is not None:
-        report.note(report.start_line(phases, engine.stats))
+        report.note(report.start_line(phases, engine.stats, engine.backend.tail_made))
     report.note(report.statistics_line(engine.stats, engine.budget, engine.backend_name, generation.stop_reason))
     if generation.stop_reason == "interrupted":
         raise typer.Exit(130)
@@ -176,3 +179,17 @@ def _describe_prompt(model: "TextModel", prompt_tokens: list[int]) -> None:
     )
     report.note(f"prompt of {len(prompt_tokens)} tokens, beginning with {shown(prompt_tokens[:10])}")
     report.note(f"stop tokens: {shown(sorted(model.tokenizer.stop_ids)) or 'none'}")
+
+
+def _describe_link(engine: "Engine") -> None:
+    """Right behind the load, for an idle card may rest at a slower link."""
+    from rollkv import report
+
+    if engine.backend.gpu is None:
+        return
+    from rollkv.cuda.nvml import pcie_link
+
+    link = pcie_link(engine.backend.gpu.pci_bus_id)
+    report.note(report.link_line(engine.budget.rates, link))
+    if link.slow_words is not None:
+        report.warn(link.slow_words)

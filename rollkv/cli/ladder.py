@@ -64,6 +64,7 @@ def ladder(
         ),
     ] = None,
     peer_timeout: Annotated[float, typer.Option(metavar="SECONDS", help="How long one run of the peer may take.")] = 600.0,
+    link_gbps: options.LinkGbps = None,
     ubatch: options.Ubatch = DEFAULT_UBATCH,
     cache_type_k: options.CacheTypeK = "f16",
     cache_type_v: options.CacheTypeV = "f16",
@@ -82,9 +83,10 @@ def ladder(
 ) -> None:
     """Measure prefill and decode on rungs from a resident cache to a streamed one, first the ceilings (link, device memory), last the fit
     of two models: sum (t0 + tail/link) and overlap (max(t0, tail/link)). The weights are loaded once, with --peer once a rung. The ceilings
-    take 2.5 GiB of device memory before the first load and give them back. Exit code 1 when a rung holds more device memory than its cap,
+    take 2.5 GiB of device memory before the first load, or 1 GiB under a small cap, and give them back. Exit code 1 when a rung holds more device memory than its cap,
     or misses a needle that a resident rung found."""
     _check(output, backend, fill, {"--n-predict": n_predict, "--repetitions": repetitions, "--n-prompt": n_prompt})
+    given_link = options.link_option(link_gbps)
 
     from rollkv import plots, report
     from rollkv.counts import parse_depths, split_list
@@ -123,7 +125,8 @@ def ladder(
     climb = Climb(rungs, n_predict, repetitions, fill, num_prompt, num_placed, reload=found_peer is not None)  # type: ignore[arg-type]
     if fill == "prompt" and num_prompt is None:
         prompts(opened, climb)(cells[0], 0)  # refuses a depth without room for a needle
-    rates = machine_rates(backend, device)
+    smallest_cap = min((rung.vram_target for rung in rungs if rung.vram_target), default=None)
+    rates = replace(machine_rates(backend, device, smallest_cap), link_given=given_link)
     bounds = {one: ceilings(opened.path, rates, caches[one], one) for one in cells}
     report.note(ladder_text.ceilings_line(bounds[max(cells)]))
     run = Run(opened, climb, bounds, rates, backend, device, portable, found_peer, peer_timeout)

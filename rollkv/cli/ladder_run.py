@@ -30,8 +30,8 @@ class Run:
     peer_timeout: float
 
 
-def machine_rates(backend: str, device: int) -> "Rates":
-    """Measured on a GPU; nothing on the host backend, and none where auto finds no usable GPU."""
+def machine_rates(backend: str, device: int, cap_bytes: int | None) -> "Rates":
+    """Measured on a GPU, within a cap; nothing on the host backend, and none where auto finds no usable GPU."""
     from rollkv import report
     from rollkv.errors import DeviceError
     from rollkv.tasks.ceilings import Rates, probe_device
@@ -39,7 +39,7 @@ def machine_rates(backend: str, device: int) -> "Rates":
     if backend == "host":
         return Rates()
     try:
-        return probe_device(device, report.warn)
+        return probe_device(device, report.warn, cap_bytes)
     except DeviceError as error:
         if backend == "cuda":
             raise
@@ -66,7 +66,7 @@ def gather(run: Run) -> "tuple[list[RungResult | PeerResult], bool]":
     from rollkv.engine import Engine, check_length, load
     from rollkv.tasks.climb import run_climb
     from rollkv.tasks.record import machine_facts
-    from rollkv.units import format_size
+    from rollkv.units import format_rate, format_size
 
     warn = report.warn_once()
     longest = max(rung.cache.ctx_size for rung in run.climb.rungs)
@@ -74,7 +74,7 @@ def gather(run: Run) -> "tuple[list[RungResult | PeerResult], bool]":
         check_length(config, longest, run.model.path, warn)
 
     def open_engine(rung: "Rung") -> Engine:
-        with report.PhaseProgress("loading", format_size) as loading:
+        with report.PhaseProgress("loading", format_size, format_rate) as loading:
             return load(
                 run.model.path,
                 rung.cache,
@@ -85,11 +85,13 @@ def gather(run: Run) -> "tuple[list[RungResult | PeerResult], bool]":
                 portable=run.portable,
                 warn=warn,
                 on_load=loading,
+                on_tail=making,
                 rates=run.rates.bandwidths,
             )
 
     found: list[RungResult | PeerResult] = []
     with ExitStack() as cleanup:
+        making = cleanup.enter_context(report.PhaseProgress("making the tail", format_size, format_rate))
 
         def progress_for(rung: "Rung") -> report.PhaseProgress:
             return cleanup.enter_context(report.PhaseProgress(f"{rung.name}, depth {rung.depth}"))
@@ -97,7 +99,7 @@ def gather(run: Run) -> "tuple[list[RungResult | PeerResult], bool]":
         describe = partial(machine_facts, link_rate=run.rates.link_in)
         prompt_for = prompts(run.model, run.climb)
         try:
-            for result in run_climb(run.climb, run.rates.link_in, open_engine, prompt_for, progress_for, describe):
+            for result in run_climb(run.climb, run.rates.link, open_engine, prompt_for, progress_for, describe):
                 found.append(result)
                 if not result.ran:
                     report.warn(f"{result.rung.name}, depth {result.rung.depth}: {result.refusal}")

@@ -49,11 +49,12 @@ def ceilings_line(bounds: "Ceilings") -> str:
 
     rates = bounds.rates
     traffic = f"{format_size(bounds.token_bytes)} a token ({format_size(bounds.weight_bytes)} weights, {format_size(bounds.kv_bytes)} KV)"
+    given = "" if rates.link_given is None else f"; link reckoned with {format_rate(rates.link_given)} (given)"
     if rates.link_in is None or rates.link_out is None or rates.link_both is None or rates.hbm is None:
-        return f"ceilings: not measured; {traffic}"
+        return f"ceilings: not measured{given}; {traffic}"
     return (
-        f"ceilings: link {format_rate(rates.link_in)} in, {format_rate(rates.link_out)} out, {format_rate(rates.link_both)} both at once; "
-        f"device memory {format_rate(rates.hbm)}; {traffic}; resident at most {bounds.roofline(0.0):.1f} tok/s"
+        f"ceilings: link {format_rate(rates.link_in)} in, {format_rate(rates.link_out)} out, {format_rate(rates.link_both)} both at once "
+        f"({rates.pcie.words}){given}; device memory {format_rate(rates.hbm)}; {traffic}; resident at most {bounds.roofline(0.0):.1f} tok/s"
     )
 
 

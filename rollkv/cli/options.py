@@ -2,6 +2,7 @@
 
 import re
 import sys
+from math import inf
 from pathlib import Path
 from typing import Annotated
 
@@ -79,6 +80,9 @@ HfConfig = Annotated[
 Portable = Annotated[
     bool, typer.Option("--portable", hidden=True, help="Take the CUDA kernels that every card can run, not those for this one.")
 ]
+LinkGbps = Annotated[
+    float | None, typer.Option("--link-gbps", metavar="GB/S", help="Reckon with this rate of the link instead of the measured one.")
+]
 Output = Annotated[str, typer.Option("-o", "--output", metavar="text|json", help="Form of the result on stdout.")]
 
 
@@ -94,6 +98,13 @@ def size_option(text: str | None, option: str) -> int | None:
     from rollkv.units import parse_size
 
     return None if text is None else parse_size(text, option)
+
+
+def link_option(gbps: float | None) -> float | None:
+    """Bytes a second of an optional --link-gbps. Raises UsageError."""
+    if gbps is not None and not 0 < gbps < inf:
+        raise UsageError(f"--link-gbps {gbps:g}: the value must be a finite number above zero, such as 25")
+    return None if gbps is None else 1e9 * gbps
 
 
 def read_prompt(prompt: str | None, file: str | None, file_option: str = "-f") -> str | None:

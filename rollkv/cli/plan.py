@@ -1,13 +1,10 @@
 """`rollkv plan`: the memory budget of a run, from the header of the file alone, and the speed that the card's rates allow."""
 
-from dataclasses import replace
-from math import inf
 from typing import Annotated
 
 import typer
 
 from rollkv.cli import options, positions
-from rollkv.errors import UsageError
 
 
 def plan(
@@ -28,16 +25,15 @@ def plan(
         int | None, typer.Option(metavar="INDEX", help="Which GPU's rates to reckon with. Default: the first, if any.")
     ] = None,
     probe_link: Annotated[bool, typer.Option("--probe-link", help="Measure link and device memory of the GPU again.")] = False,
-    link_gbps: Annotated[float | None, typer.Option(metavar="GB/S", help="Reckon with this rate of the link.")] = None,
+    link_gbps: options.LinkGbps = None,
     output: options.Output = "text",
-    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Show how the staging ring was chosen, on stderr.")] = False,
+    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Show the link and how the staging ring was chosen, on stderr.")] = False,
 ) -> None:
     """Show what a run would hold on the device and in host memory, and how fast decode could be. Without -c the model's trained length is planned.
     Rates of link and device memory are measured once for each card and driver; without a GPU they are assumed."""
     as_json = options.wants_json(output)
     cap = options.size_option(vram_target, "--vram-target")
-    if link_gbps is not None and not 0 < link_gbps < inf:
-        raise UsageError(f"--link-gbps {link_gbps:g}: the value must be a finite number above zero, such as 25")
+    given = options.link_option(link_gbps)
 
     from rollkv import dual_chunk, report
     from rollkv.engine import check_length
@@ -63,8 +59,8 @@ def plan(
     config = positions.positioned(config, cache, dca, dca_chunk, dca_local, rope_original_ctx, hf_config)
     check_length(config, cache.ctx_size, path, report.warn)
     rates, link = known_rates(device, again=probe_link, tell=report.note, warn=report.warn)
-    if link_gbps is not None:
-        rates = replace(rates, link=1e9 * link_gbps, link_origin="given")
+    if given is not None:
+        rates = rates.with_link(given)
     budget = plan_run(path, cache, config=config, vram_target=cap, rates=rates)
     if (words := shrunk_words(cache, config, budget)) is not None:
         report.warn(words)
@@ -75,4 +71,5 @@ def plan(
         heading = f"{path}, {cache.ctx_size} cells, {dual_chunk.short_words(config)}"
         report.write_text(f"{heading}\n{report.budget_table(budget)}\n{report.prediction_line(budget)}\n")
     if verbose:
+        report.note(report.link_line(rates, link))
         report.note(report.ring_line(budget))

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from rollkv.backend import Backend, DeviceUse, GpuFacts, Loadable, PageRun, Stream
+from rollkv.backend import Backend, DeviceUse, GpuFacts, Loadable, PageRun, Stream, TailMade
 from rollkv.config import Dtype
 from rollkv.cuda import gemm
 from rollkv.cuda.context import Context
@@ -20,12 +20,14 @@ from rollkv.cuda.device import DeviceArray, Launcher
 from rollkv.cuda.driver import DriverCalls, find_device
 from rollkv.cuda.graph import Graph, capture
 from rollkv.cuda.loading import WeightLoader
-from rollkv.cuda.memory import HOST_CHUNK_BYTES, DeviceMemory, HostPages, PinnedMemory
+from rollkv.cuda.memory import DeviceMemory
 from rollkv.cuda.nvrtc import CubinCache, arch_name, check_compiler
 from rollkv.cuda.operations import Operations
+from rollkv.cuda.pinned import HOST_CHUNK_BYTES, AwaitPages, PinnedMemory, Progress
 from rollkv.cuda.rehearsal import Rehearsal
 from rollkv.cuda.weights_gpu import CudaWeight, place
 from rollkv.errors import DeviceError
+from rollkv.numa import node_of
 from rollkv.units import round_up
 from rollkv.workspace import ALIGNMENT, GEMM_WORKSPACE_BYTES
 
@@ -37,6 +39,7 @@ class CudaBackend(Operations):
 
     context_bytes: device memory of the process once the context existed. `warn` takes one-line messages. portable: the kernels that every
     card from compute capability 8.0 on can run, instead of those written for this card's generation; results differ by rounding alone.
+    on_tail(bytes, all bytes) is told of host pages while somebody waits for them.
     """
 
     name = "cuda"
@@ -48,6 +51,7 @@ class CudaBackend(Operations):
         cap_bytes: int | None = None,
         host_chunk_bytes: int = HOST_CHUNK_BYTES,
         warn: Callable[[str], None] = lambda message: None,
+        on_tail: Progress = lambda done, total: None,
         portable: bool = False,
         calls: DriverCalls | None = None,
     ) -> None:
@@ -62,7 +66,7 @@ class CudaBackend(Operations):
         super().__init__(launcher, self.facts.num_sms)
         self._weights = DeviceMemory(self._calls, cap_bytes, self._context.used_bytes)
         self._memory = DeviceMemory(self._calls, cap_bytes, self._context.used_bytes)
-        self._pinned = PinnedMemory(self._calls, host_chunk_bytes, warn)
+        self._pinned = PinnedMemory(self._calls, host_chunk_bytes, warn, node=node_of(self.facts.pci_bus_id), on_progress=on_tail)
         self._events = Events(self._calls, streams)
         self._slots = SlotRing(self._events, self._pinned)
         self._copies = Copies(self._calls, streams, self._events, self._slots)
@@ -201,8 +205,12 @@ class CudaBackend(Operations):
             for _, (_, target) in zip(loaded, pairs, strict=True):
                 yield target
 
-    def host_pages(self, label: str, num_pages: int, page_bytes: int) -> HostPages:
+    def host_pages(self, label: str, num_pages: int, page_bytes: int) -> AwaitPages:
         return self._pinned.pages(label, num_pages, page_bytes)
+
+    @property
+    def tail_made(self) -> TailMade | None:
+        return self._pinned.made
 
     # -- order -----------------------------------------------------------------------------------------------------------------
     def record(self, stream: Stream) -> Event:
@@ -219,11 +227,11 @@ class CudaBackend(Operations):
     def wait(self, stream: Stream, event: Event) -> None:
         self._events.wait(stream, event)
 
-    def copy_in(self, run: PageRun, host: HostPages) -> None:
-        self._copies.copy_in(run, host)
+    def copy_in(self, run: PageRun, host: AwaitPages) -> None:
+        self._copies.copy_in(run, host())
 
-    def copy_out(self, run: PageRun, host: HostPages) -> None:
-        self._copies.copy_out(run, host)
+    def copy_out(self, run: PageRun, host: AwaitPages) -> None:
+        self._copies.copy_out(run, host())
 
     def copy_page(self, source: DeviceArray, source_slot: int, target: DeviceArray, target_slot: int) -> None:
         self._copies.copy_page(source, source_slot, target, target_slot)
@@ -231,6 +239,7 @@ class CudaBackend(Operations):
     @property
     def can_record(self) -> bool:
         """Copies of pageable memory wait on the host, which a graph cannot hold."""
+        self._pinned.settle()
         return not self._pinned.has_pageable
 
     def capture(self, work: Callable[[], None]) -> Graph:

@@ -13,7 +13,7 @@ from typing import Any
 from rollkv.backend import PageRun, Stream
 from rollkv.cuda.device import DeviceArray
 from rollkv.cuda.driver import DriverCalls
-from rollkv.cuda.memory import NOTE_BYTES, HostPages, PinnedMemory
+from rollkv.cuda.pinned import NOTE_BYTES, HostPages, PinnedMemory
 
 _DISABLE_TIMING = 2  # CU_EVENT_DISABLE_TIMING: cheaper to record
 

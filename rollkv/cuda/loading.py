@@ -22,7 +22,7 @@ from rollkv.cuda.copies import Event, Events, SlotRing
 from rollkv.cuda.device import DeviceArray, Launcher
 from rollkv.cuda.driver import DriverCalls
 from rollkv.cuda.kernels import repack, synth_noise
-from rollkv.cuda.memory import NUM_SLOTS
+from rollkv.cuda.pinned import NUM_SLOTS
 from rollkv.cuda.weights_gpu import CudaWeight
 from rollkv.errors import DeviceError, OutOfMemoryError
 from rollkv.gguf_header import TensorData

@@ -1,4 +1,4 @@
-"""What the driver's management library (NVML) tells: device memory of this process as an observer outside would measure it, and the PCIe link.
+"""What the driver's management library (NVML) tells: device memory of a process as an observer outside would measure it, and the PCIe link.
 
 NVML comes with every driver; it is called through ctypes, so that no package has to match it. Where it does not tell (some containers
 and virtual machines), `ProcessMemory` says None and the caller counts for itself.
@@ -9,6 +9,7 @@ import os
 from typing import Any
 
 from rollkv.machine_rates import PcieLink
+from rollkv.numa import node_of
 
 _SUCCESS, _INSUFFICIENT_SIZE = 0, 7
 _NOT_AVAILABLE = (1 << 64) - 1
@@ -61,15 +62,16 @@ def pcie_link(pci_bus_id: str, library: Any = None) -> PcieLink:
         width=ask("nvmlDeviceGetCurrPcieLinkWidth"),
         max_generation=ask("nvmlDeviceGetGpuMaxPcieLinkGeneration", "nvmlDeviceGetMaxPcieLinkGeneration"),
         max_width=ask("nvmlDeviceGetMaxPcieLinkWidth"),
+        numa_node=node_of(pci_bus_id),
     )
 
 
 class ProcessMemory:
-    """Watches one device. Make it before the context: a process inside a container may appear under a foreign process number, and is
-    then recognised as the one that came with the context."""
+    """Watches what one process holds on one device: this one, or that of the number `pid`. Make it before that process's context: inside a
+    container it may appear under a foreign process number, and is then recognised as the one that came with the context."""
 
-    def __init__(self, pci_bus_id: str, library: Any = None):
-        self._pid = os.getpid()
+    def __init__(self, pci_bus_id: str, library: Any = None, pid: int | None = None):
+        self._pid = os.getpid() if pid is None else pid
         self._library, self._handle = _open(pci_bus_id, library)
         self._pids_before = set(self._processes() or {})
 
@@ -81,7 +83,7 @@ class ProcessMemory:
             self._pid = newcomers.pop()
 
     def used_bytes(self) -> int | None:
-        """Device memory of this process, everything included; None where NVML does not tell."""
+        """Device memory of the process, everything included; None where NVML does not tell."""
         return (self._processes() or {}).get(self._pid)
 
     def device_used_bytes(self) -> int | None:

@@ -10,7 +10,19 @@ from rollkv.backend import PageRun, PartStates, Projected, RmsNorm
 from rollkv.config import Dtype, LayerConfig, PageFormat, RopeConfig, SamplingParams
 from rollkv.cuda import gemm
 from rollkv.cuda.device import DeviceArray, Launcher
-from rollkv.cuda.kernels import add, attn_decode, attn_merge, attn_prefill, choose, embed, linear_rows, qkv_append, queries, rope_table
+from rollkv.cuda.kernels import (
+    add,
+    attn_decode,
+    attn_merge,
+    attn_prefill,
+    choose,
+    embed,
+    linear_rows,
+    noise,
+    qkv_append,
+    queries,
+    rope_table,
+)
 from rollkv.cuda.weights_gpu import CudaWeight
 from rollkv.workspace import GEMM_WORKSPACE_BYTES, MAX_FEW_ROWS
 
@@ -113,6 +125,9 @@ class Operations(ABC):
             frequency, magnitude = rope_table.table_constants(rope)
             constants = self._ropes[rope] = self.upload("rope frequencies", frequency.view(np.uint8)), magnitude
         rope_table.rope_table(self.launcher, rope, position, prompt_cells, constants[0], out, magnitude=constants[1])
+
+    def noise(self, out: DeviceArray, seed: int, first: int) -> None:
+        noise.noise(self.launcher, out, seed, first)
 
     def append(
         self,

@@ -10,9 +10,9 @@ from rollkv.config import Dtype
 from rollkv.cuda import gemm
 from rollkv.cuda.device import DeviceArray, Launcher, TensorMap
 from rollkv.cuda.kernels import repack, synth_noise
-from rollkv.cuda.memory import HostPages
 from rollkv.cuda.nvrtc import KernelSpec
 from rollkv.cuda.operations import Operations
+from rollkv.cuda.pinned import AwaitPages, HostPages
 from rollkv.cuda.weights_gpu import CudaWeight, place
 from rollkv.synth import SynthTensor
 
@@ -79,8 +79,8 @@ class Rehearsal(Operations):
                 repack.repack(self.launcher, raw, target, first_tile=0, num_rows=target.rows)
             yield target
 
-    def host_pages(self, label: str, num_pages: int, page_bytes: int) -> HostPages:
-        return HostPages(page_bytes, 0, ())
+    def host_pages(self, label: str, num_pages: int, page_bytes: int) -> AwaitPages:
+        return lambda: HostPages(page_bytes, 0, ())
 
     # -- order -----------------------------------------------------------------------------------------------------------------
     def record(self, stream: Stream) -> None:
@@ -89,10 +89,10 @@ class Rehearsal(Operations):
     def wait(self, stream: Stream, event: None) -> None:
         pass
 
-    def copy_in(self, run: PageRun, host: HostPages) -> None:
+    def copy_in(self, run: PageRun, host: AwaitPages) -> None:
         pass
 
-    def copy_out(self, run: PageRun, host: HostPages) -> None:
+    def copy_out(self, run: PageRun, host: AwaitPages) -> None:
         pass
 
     def copy_page(self, source: DeviceArray, source_slot: int, target: DeviceArray, target_slot: int) -> None:

@@ -43,6 +43,7 @@ def rehearse(backend: Backend, config: ModelConfig, cache: CacheConfig, tensors:
     for tokens, position in steps:
         hidden = forward(model, enter(model, np.zeros(tokens, np.int32), position))
         rows_out = logits(model, hidden.rows(min(tokens, MAX_FEW_ROWS)))
+    backend.noise(model.workspace["qkv"], 0, 0)  # of random cells, which are appended as a prompt's are
     for sampling in (SamplingParams(), SamplingParams(temperature=1.0, top_p=0.5)):  # greedy, and all that any other takes
         choose(model, rows_out.rows(1), sampling)
 

@@ -21,7 +21,7 @@ from rollkv.units import GIB, MIB
 from rollkv.weights import weight_bytes
 
 PROBE_PAGE_BYTES, PROBE_PAGES, PROBE_COPIES, PROBE_ROUNDS = 16 * MIB, 16, 32, 5
-PROBE_ARRAY_BYTES = GIB
+PROBE_ARRAY_BYTES = (GIB, GIB // 4)  # the first that there is room for; both are many times the L2 cache
 
 
 class TimedBackend(Protocol):
@@ -53,11 +53,18 @@ class Rates:
     link_both: float | None = None  # both ways at once, added up
     hbm: float | None = None  # device memory: two arrays read, one written
     pcie: PcieLink = PcieLink()
+    link_given: float | None = None  # to reckon with in place of link_in
+
+    @property
+    def link(self) -> float | None:
+        """What predictions, and the choice of window and ring, reckon with: the rate that was given, or else measured."""
+        return self.link_in if self.link_given is None else self.link_given
 
     @property
     def bandwidths(self) -> Bandwidths | None:
-        """What a plan is reckoned with; None where nothing was measured."""
-        return None if self.link_in is None or self.hbm is None else MachineRates(self.link_in, self.hbm).bandwidths
+        """What a plan is reckoned with; None where nothing was measured or given."""
+        measured = None if self.link_in is None or self.hbm is None else MachineRates(self.link_in, self.hbm).bandwidths
+        return measured if self.link_given is None else (measured or ASSUMED).with_link(self.link_given)
 
 
 @dataclass(frozen=True)
@@ -74,13 +81,14 @@ class Ceilings:
 
     def roofline(self, tail_bytes: float) -> float | None:
         """New tokens a second at best, with this tail: the slower of device memory and link."""
-        if self.rates.hbm is None or self.rates.link_in is None:
+        if self.rates.hbm is None or self.rates.link is None:
             return None
-        return 1 / max(self.token_bytes / self.rates.hbm, tail_bytes / self.rates.link_in)
+        return 1 / max(self.token_bytes / self.rates.hbm, tail_bytes / self.rates.link)
 
     def as_dict(self) -> dict[str, object]:
         rates = self.rates
         return {
+            "given_link_gbps": _giga(rates.link_given),
             "measured_link_in_gbps": _giga(rates.link_in),
             "measured_link_out_gbps": _giga(rates.link_out),
             "measured_link_both_gbps": _giga(rates.link_both),
@@ -93,9 +101,9 @@ class Ceilings:
         }
 
 
-def measure_rates(backend: TimedBackend) -> Rates:
-    """Copies of PROBE_PAGE_BYTES between a device pool and host pages, in runs of PROBE_COPIES, and `add` over two arrays of
-    PROBE_ARRAY_BYTES; each the median of PROBE_ROUNDS behind one that does not count. Takes 2.5 GiB of device and 512 MiB of host memory
+def measure_rates(backend: TimedBackend, array_bytes: int) -> Rates:
+    """Copies of PROBE_PAGE_BYTES between a device pool and host pages, in runs of PROBE_COPIES, and `add` over two arrays of array_bytes; each
+    the median of PROBE_ROUNDS behind one that does not count. Takes the arrays and 512 MiB of device memory, and 512 MiB of the host's,
     until the backend is closed. Raises OutOfMemoryError."""
     shape = (PROBE_PAGES, PROBE_PAGE_BYTES)
     pool_in, pool_out = backend.empty("link probe, in", shape, "u8"), backend.empty("link probe, out", shape, "u8")
@@ -116,12 +124,12 @@ def measure_rates(backend: TimedBackend) -> Rates:
         return len(streams) * PROBE_COPIES * PROBE_PAGE_BYTES / milliseconds * 1e3
 
     columns = 1 << 14
-    x, y = (backend.empty(f"memory probe, {name}", (PROBE_ARRAY_BYTES // 4 // columns, columns), "f32") for name in "xy")
+    x, y = (backend.empty(f"memory probe, {name}", (array_bytes // 4 // columns, columns), "f32") for name in "xy")
 
     def additions() -> float:
         begin = backend.record_timed(Stream.COMPUTE)
         backend.add(x, y)
-        return 3 * PROBE_ARRAY_BYTES / backend.elapsed_ms(begin, backend.record_timed(Stream.COMPUTE)) * 1e3
+        return 3 * array_bytes / backend.elapsed_ms(begin, backend.record_timed(Stream.COMPUTE)) * 1e3
 
     return Rates(
         link_in=_settled(lambda: copies(way_in=True, way_out=False)),
@@ -131,18 +139,22 @@ def measure_rates(backend: TimedBackend) -> Rates:
     )
 
 
-def probe_device(device: int, warn: Callable[[str], None]) -> Rates:
+def probe_device(device: int, warn: Callable[[str], None], cap_bytes: int | None = None) -> Rates:
     """measure_rates on a GPU, which is given back; what was measured is kept for later plans. Warns of a slow link. Raises DeviceError for an
-    unusable GPU; where memory is short (2.5 GiB) it warns and measures nothing."""
+    unusable GPU; where memory, or what the process may hold of it, is short (1 GiB) it warns and measures nothing."""
     from rollkv.cuda.backend import CudaBackend  # here, so that host runs do not wait for the bindings
     from rollkv.cuda.nvml import pcie_link
 
-    try:
-        with CudaBackend(device, warn=warn) as backend:
-            rates = replace(measure_rates(backend), pcie=pcie_link(backend.facts.pci_bus_id))
-            card = backend.gpu.card
-    except OutOfMemoryError as error:
-        warn(f"link and device memory cannot be measured: {error}")
+    for array_bytes in PROBE_ARRAY_BYTES:
+        try:
+            with CudaBackend(device, cap_bytes=cap_bytes, warn=warn) as backend:
+                rates = replace(measure_rates(backend, array_bytes), pcie=pcie_link(backend.facts.pci_bus_id))
+                card = backend.gpu.card
+            break
+        except OutOfMemoryError as error:
+            refusal = error
+    else:
+        warn(f"link and device memory cannot be measured: {refusal}")
         return Rates()
     assert rates.link_in is not None and rates.hbm is not None
     RatesCache().store(card, MachineRates(rates.link_in, rates.hbm, rates.pcie))

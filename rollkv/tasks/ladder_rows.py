@@ -49,8 +49,8 @@ def summarise(results: Sequence[RungResult], rates: Rates) -> Summary:
     fits = tuple(fit for fit in (fit_sum(points), fit_overlap(points)) if fit is not None)
     resident = resident_seconds(results)
     errors: dict[str, float | None] = {"sum": None, "overlap": None}
-    if resident is not None and rates.link_in is not None:
-        errors = {fit.model: fit.worst_error(points) for fit in _expected(resident, rates.link_in)}
+    if resident is not None and rates.link is not None:
+        errors = {fit.model: fit.worst_error(points) for fit in _expected(resident, rates.link)}
     return Summary(resident, fits, measured_knee(points, resident), judge(points, fits), errors)
 
 
@@ -79,8 +79,8 @@ def row_dict(result: RungResult, bounds: Ceilings, resident: float | None) -> di
         return row
     link, seconds, tail, steps = bounds.rates.link_in, result.seconds, result.tail_bytes, result.step_seconds
     predicted: dict[str, float | None] = {"sum": None, "overlap": None}
-    if resident is not None and link is not None:
-        predicted = {model.model: model.seconds(tail) for model in _expected(resident, link)}
+    if resident is not None and bounds.rates.link is not None:
+        predicted = {model.model: model.seconds(tail) for model in _expected(resident, bounds.rates.link)}
     if prefilled is not None:
         row |= {
             "pp_tokens_per_second": prefilled / median(result.prefill_seconds),

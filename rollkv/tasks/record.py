@@ -66,7 +66,17 @@ def machine_facts(engine: Engine | None, link_rate: float | None = None) -> dict
     """Backend, GPU and driver of a loaded engine, and what its budget made of the configuration. engine None: nothing was loaded.
     link_rate: host to device, bytes a second, where it was measured."""
     facts: dict[str, object] = dict.fromkeys(
-        ("backend", "gpu", "gpu_bytes", "driver_cuda", "link_gbps", "planned_device_bytes", "window_cells", "host_tail_bytes")
+        (
+            "backend",
+            "gpu",
+            "gpu_bytes",
+            "driver_cuda",
+            "link_gbps",
+            "planned_device_bytes",
+            "window_cells",
+            "host_tail_bytes",
+            "host_tail_made_gbps",
+        )
     )
     facts["link_gbps"] = None if link_rate is None else link_rate / 1e9
     if engine is None:
@@ -75,6 +85,8 @@ def machine_facts(engine: Engine | None, link_rate: float | None = None) -> dict
     facts["planned_device_bytes"] = engine.budget.total_bytes
     facts["window_cells"] = engine.budget.window_cells
     facts["host_tail_bytes"] = engine.budget.host_tail_bytes
+    if (made := engine.backend.tail_made) is not None:
+        facts["host_tail_made_gbps"] = made.num_bytes / made.seconds / 1e9
     if (gpu := engine.backend.gpu) is not None:
         facts |= {"gpu": gpu.name, "gpu_bytes": gpu.memory_bytes, "driver_cuda": gpu.driver_cuda}
     return facts

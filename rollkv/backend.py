@@ -27,7 +27,8 @@ class Stream(Enum):
 
 
 class Array(Protocol):
-    """Device memory with a shape. `rows(n, start)`: n rows from row `start` on; `view(shape)`: the first elements in another shape."""
+    """Device memory with a shape. `rows(n, start)`: n rows from row `start` on; `view(shape)`: the first elements in another shape; `as_bytes()`: all of
+    it as u8 [nbytes]."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -41,6 +42,8 @@ class Array(Protocol):
     def rows(self, n: int, start: int = 0) -> "Array": ...
 
     def view(self, shape: tuple[int, ...]) -> "Array": ...
+
+    def as_bytes(self) -> "Array": ...
 
 
 class Weight(Protocol):

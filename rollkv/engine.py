@@ -129,8 +129,8 @@ class Engine:
         backend, config = self.backend, self.config
         self.cache_config, self.budget = cache, budget
         backend.reserve_linear(min(cache.ubatch, cache.ctx_size), widest_input(config), widest_added(config), SLAB_BYTES)
-        self._cache = KVCache(backend, config, cache, budget)
         self._workspace = take_workspace(backend, config, cache)
+        self._cache = KVCache(backend, config, cache, budget, self._workspace["feed_forward"].as_bytes())
 
     def _begin(self) -> None:
         self._model = Model(self.backend, self.config, self._weights, self._cache, self._workspace, ropes_of(self.config))

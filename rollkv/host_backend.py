@@ -41,6 +41,9 @@ class HostArray:
     def view(self, shape: tuple[int, ...]) -> "HostArray":
         return HostArray(self.values.reshape(-1)[: prod(shape)].reshape(shape), self.dtype)
 
+    def as_bytes(self) -> "HostArray":
+        return HostArray(self.values.reshape(-1).view(np.uint8), "u8")
+
 
 @dataclass(frozen=True)
 class HostWeight:
@@ -225,6 +228,7 @@ class HostBackend:
         gate, up = np.split(self._product(_normed(x.values, norm), gate_up), 2, axis=1)
         product = self._product(reference.glu(gate, up, activation), down)
         out.values[...] = out.values + product if add else product
+        scratch.values[...] = np.nan  # what another backend leaves there is no pages
 
     def _product(self, x: np.ndarray, weights: tuple[HostWeight, ...]) -> np.ndarray:
         return np.concatenate([reference.linear(x, weight.values, None) for weight in weights], axis=1)

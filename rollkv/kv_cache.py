@@ -1,7 +1,7 @@
 """The KV cache: device pools, the host tail, and the order of everything that touches them.
 
-`begin_step` plans a step; for every layer the model then calls `append` and goes through `walk` (behind `begin_append`: `append` alone), or with a
-single token goes through `append_and_walk`.
+`begin_step` plans a step; for every layer the model then calls `enter_layer`, `append` and goes through `walk` (behind `begin_append`: `append` alone),
+or with a single token goes through `append_and_walk`.
 Streams and the three orderings of stream_plan.py are kept here and only here:
   written before copied    copies of a layer's tail wait for `_written[layer]`, recorded behind its last write-through
   copied before read       a piece is handed out when COMPUTE waits for its copy, or for one that ends later
@@ -11,7 +11,7 @@ write-through of the layer that used it before.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +22,9 @@ from rollkv.config import CacheConfig, LayerConfig, ModelConfig, PageFormat
 from rollkv.pages import FullLayout, Place, Segment, SlidingLayout, StepPages, sliding_ring_pages
 from rollkv.rope import Bands, bands
 from rollkv.stream_plan import Piece, plan_pieces
+
+# Many rows pay for a launch of attention with their state, 49 us for 4,096, so a run is long; but its first page waits for the copy of its last.
+LARGEST_RUN_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,8 @@ class _Pool:
 class KVCache:
     """KV of every layer of one sequence. Cells are appended in order; nothing is ever dropped."""
 
-    def __init__(self, backend: Backend, config: ModelConfig, cache: CacheConfig, budget: Budget) -> None:
+    def __init__(self, backend: Backend, config: ModelConfig, cache: CacheConfig, budget: Budget, spare: Array | None = None) -> None:
+        """spare: device memory that nobody else uses from `enter_layer` to the end of a layer's attention; steps of many tokens stage pages there too."""
         self._backend = backend
         self.formats: tuple[PageFormat, ...] = tuple(cache.page_format(layer) for layer in config.layers)
         self._layouts = tuple(_layout(layer, cache, budget) for layer in config.layers)
@@ -55,6 +59,8 @@ class KVCache:
         self._ring = (
             backend.empty("staging ring", (budget.ring.num_slots * budget.ring.slot_pages * largest,), "u8") if budget.ring else None
         )
+        slot_bytes = budget.ring.slot_pages * largest if budget.ring else 0
+        self._spare, self._spare_slots = spare, spare.nbytes // slot_bytes if spare is not None and slot_bytes else 0
         self._fresh = [backend.empty("fresh pages", (budget.fresh_slots * largest,), "u8") for _ in range(2)] if budget.fresh_slots else []
         self._fresh_slots = budget.fresh_slots
         self._tails: dict[int, Any] = {
@@ -66,7 +72,9 @@ class KVCache:
         self._fresh_free: list[Any] = [None, None]
         self._slot_free: dict[int, Any] = {}
         self._steps: tuple[StepPages, ...] = ()
-        self._planned: dict[tuple[int, ...], tuple[Piece, ...]] = {}  # the pieces last planned, by the layers' tails
+        self._planned: dict[tuple[int, ...], tuple[Piece, ...]] = {}  # the pieces last planned for a single token, by the layers' tails
+        self._lending = False  # whether the step's pieces go on in the spare slots
+        self._lent_to: int | None = None  # the layer that has them
         self._walked: deque[Piece] = deque()  # pieces that the step has yet to walk
         self._queue: deque[Piece] = deque()  # pieces to copy: those of the step that are not on their way, then the next step's
         # By slot, in the order of their copies: pieces to be walked, and the end of their copies; None once COMPUTE is ordered behind it.
@@ -89,7 +97,8 @@ class KVCache:
         """Plans the step that appends cells position .. position + num_tokens - 1, and starts the first copies. Behind those of a single token the
         copies of the next begin, as far as slots get free; unless this one completes a page, which the next may find in the tail."""
         self._steps = self.plan(position, num_tokens)
-        self._begin(self._pieces(self._steps))
+        self._lending, self._lent_to = num_tokens > 1 and self._spare_slots > 0, None
+        self._begin(self._many_pieces(self._steps) if self._lending else self._pieces(self._steps))
         if num_tokens == 1 and position + 1 < self.ctx_size and not any(step.completed for step in self._steps):
             self._queue += self._first_pieces(self.plan(position + 1, 1))
         self._issue_copies()
@@ -103,10 +112,20 @@ class KVCache:
         for pending in (self._written, self._slot_free, self._staged, self._walked, self._queue):
             pending.clear()
         self._fresh_free = [None, None]
+        self._lent_to = None
 
     def step_pages(self, layer: int) -> StepPages:
         """What the current step does to the pages of a layer."""
         return self._steps[layer]
+
+    def enter_layer(self, layer: int) -> None:
+        """Before the first work of a layer is issued: the spare memory is the ring's from here on, behind all that COMPUTE has been told to do."""
+        if self._lending and any(self._is_spare(piece) for piece in self._walked if piece.layer == layer):
+            assert self._ring_shape is not None
+            own = self._ring_shape.num_slots
+            self._slot_free.update(dict.fromkeys(range(own, own + self._spare_slots), self._backend.record(Stream.COMPUTE)))
+            self._lent_to = layer
+            self._issue_copies()
 
     def append(self, layer: int, projected: Projected, position: Array, first_position: int, q: Array) -> int:
         """Stores the new cells of a layer, and starts the write-through of the pages that they complete. Finishes queries into q, f32 [T, H*Dk], for
@@ -126,16 +145,15 @@ class KVCache:
         step = self._steps[layer]
         self._make_room(layer, step)
         window = self._run(layer, step.visible[-1])
-        for run, last in self._through_ring(layer, 1):
+        for run, last in self._through_ring(layer, lambda first: 1):
             yield (run, window) if last else (run,)
         if len(step.visible) == 1:
             yield (window,)
         self._write_through(layer, step)
 
     def walk(self, layer: int) -> Iterator[tuple[PageRun, int, bool]]:
-        """The runs that attention walks, old to new, the staged tail first, each with its band and whether it is the last. Half a ring of pieces makes a
-        run, or two where a band ends: many rows pay for a launch with their state, 49 us for 4,096. Slots are given back when the walk moves on:
-        issue the attention over a run before asking for the next."""
+        """The runs that attention walks, old to new, the staged tail first, each with its band and whether it is the last. Several pieces make a run, or
+        two where a band ends. Slots are given back when the walk moves on: issue the attention over a run before asking for the next."""
         seen_as, step = self._bands(layer), self._steps[layer]
         assert seen_as.of(step.first_page) == 0, "the queries of a step lie in one chunk"
         for run, last in self._places(layer):
@@ -148,16 +166,27 @@ class KVCache:
         visible = self._steps[layer].visible
         for segment in visible:
             if segment.place is Place.TAIL:
-                assert self._ring_shape is not None
-                yield from ((run, False) for run, _ in self._through_ring(layer, max(self._ring_shape.num_slots // 2, 1)))
+                yield from ((run, False) for run, _ in self._through_ring(layer, self._pieces_at_once))
             else:
                 yield self._run(layer, segment), segment is visible[-1]
 
-    def _through_ring(self, layer: int, at_once: int) -> Iterator[tuple[PageRun, bool]]:
+    def _pieces_at_once(self, first: Piece) -> int:
+        """How many pieces many rows walk in one launch from this one on: half of what takes turns; all of the ring where it does not."""
+        assert self._ring_shape is not None
+        if self._is_spare(first):
+            slot_bytes = self._ring_shape.slot_pages * self.formats[first.layer].page_bytes
+            return max(min(self._spare_slots // 2, LARGEST_RUN_BYTES // slot_bytes), 1)
+        return self._ring_shape.num_slots if self._lending else max(self._ring_shape.num_slots // 2, 1)
+
+    def _is_spare(self, piece: Piece) -> bool:
+        assert self._ring_shape is not None
+        return piece.slot >= self._ring_shape.num_slots
+
+    def _through_ring(self, layer: int, at_once: Callable[[Piece], int]) -> Iterator[tuple[PageRun, bool]]:
         """A layer's tail as it is staged, up to so many pieces at once where they lie behind each other, each run with whether it is the last."""
         while self._walked and self._walked[0].layer == layer:
             together = [self._walked.popleft()]
-            while len(together) < at_once and self._walked and self._follows(together[-1], self._walked[0]):
+            while len(together) < at_once(together[0]) and self._walked and self._follows(together[-1], self._walked[0]):
                 together.append(self._walked.popleft())
             self._await_pieces(together)
             yield self._ring_run(together), not (self._walked and self._walked[0].layer == layer)
@@ -168,9 +197,10 @@ class KVCache:
             self._issue_copies()
 
     def _follows(self, piece: Piece, other: Piece) -> bool:
-        """Whether the other piece lies behind this one, in the layer and in the ring."""
+        """Whether the other piece lies behind this one, in the layer and in the ring or the spare slots."""
         assert self._ring_shape is not None
-        behind = (piece.slot + 1) % self._ring_shape.num_slots
+        own = self._ring_shape.num_slots
+        behind = own + (piece.slot + 1 - own) % self._spare_slots if self._is_spare(piece) else (piece.slot + 1) % own
         return other.layer == piece.layer and piece.num_pages == self._ring_shape.slot_pages and other.slot == behind
 
     def _make_room(self, layer: int, step: StepPages) -> None:
@@ -242,13 +272,15 @@ class KVCache:
         if self._staged[pieces[-1].slot][1] is None:
             return
         coming = [other for other, filled in self._staged.values() if filled is not None and (other in pieces or other in self._walked)]
-        together = coming[: max(self._ring_shape.num_slots // 2, 1)]
+        together = coming[: max(self._ring_shape.num_slots // 2, len(pieces))]
         self._backend.wait(Stream.COMPUTE, self._staged[together[-1].slot][1])  # copies end in their order
         self._staged.update({other.slot: (other, None) for other in together})
 
     def _issue_copies(self) -> None:
         """Issues copies in their order as long as slots are free."""
         while self._queue and self._queue[0].slot not in self._staged:
+            if self._is_spare(self._queue[0]) and self._queue[0].layer != self._lent_to:
+                return
             piece = self._queue.popleft()
             if piece.slot in self._slot_free:
                 self._backend.wait(Stream.COPY_IN, self._slot_free[piece.slot])
@@ -265,6 +297,11 @@ class KVCache:
         if tails not in self._planned:  # every step asks for the same, thousands of pieces in a long context
             self._planned = {tails: plan_pieces(dict(zip(self._full, tails, strict=True)), self._ring_shape)}
         return self._planned[tails]
+
+    def _many_pieces(self, steps: tuple[StepPages, ...]) -> tuple[Piece, ...]:
+        """Of a step that has the spare slots."""
+        assert self._ring_shape is not None
+        return plan_pieces({index: steps[index].tail_pages for index in self._full}, self._ring_shape, self._spare_slots)
 
     def _first_pieces(self, steps: tuple[StepPages, ...]) -> tuple[Piece, ...]:
         """Those that the ring holds before a step begins: the first ones fill it."""
@@ -295,11 +332,15 @@ class KVCache:
         return _Pool(self._fresh[self._turn[layer]].view((self._fresh_slots, self.formats[layer].page_bytes)), self._fresh_slots)
 
     def _ring_run(self, pieces: list[Piece]) -> PageRun:
-        """Where pieces that lie behind each other are in the ring."""
+        """Where pieces that lie behind each other are, in the ring or in the spare slots."""
         assert self._ring is not None and self._ring_shape is not None
-        slots, first = self._ring_shape.num_slots * self._ring_shape.slot_pages, pieces[0]
-        pool = _Pool(self._ring.view((slots, self.formats[first.layer].page_bytes)), slots)
-        return pool.run(first.slot * self._ring_shape.slot_pages, first.first_page, sum(piece.num_pages for piece in pieces))
+        first, shape = pieces[0], self._ring_shape
+        array, num_slots, slot = self._ring, shape.num_slots, first.slot
+        if self._is_spare(first):
+            assert self._spare is not None
+            array, num_slots, slot = self._spare, self._spare_slots, first.slot - shape.num_slots
+        pool = _Pool(array.view((num_slots * shape.slot_pages, self.formats[first.layer].page_bytes)), num_slots * shape.slot_pages)
+        return pool.run(slot * shape.slot_pages, first.first_page, sum(piece.num_pages for piece in pieces))
 
 
 def _layout(layer: LayerConfig, cache: CacheConfig, budget: Budget) -> FullLayout | SlidingLayout:

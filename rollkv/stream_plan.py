@@ -31,15 +31,24 @@ class Piece:
     slot: int
 
 
-def plan_pieces(layer_tails: dict[int, int], ring: RingShape) -> tuple[Piece, ...]:
+def plan_pieces(layer_tails: dict[int, int], ring: RingShape, spare_slots: int = 0) -> tuple[Piece, ...]:
     """Pieces of one step in the order of their use. layer_tails: tail pages by layer, in layer order.
 
-    A layer's pieces fill their slots but for the last, so that those in neighbouring slots lie in the ring as one run of pages.
+    A layer's pieces fill their slots but for the last, so that those in neighbouring slots lie in the ring as one run of pages. spare_slots: further
+    ones, numbered behind the ring's, that a layer has during its attention alone. Then every layer begins in the ring, which is filled while the
+    layer before still computes, and goes on in these.
     """
     pages = ring.slot_pages
     sizes = [(layer, begin, min(pages, tail - begin)) for layer, tail in layer_tails.items() for begin in range(0, tail, pages)]
     slots = _turns(len(sizes), ring.num_slots)
+    if spare_slots:
+        slots = (_spared(begin // pages, ring.num_slots, spare_slots) for _, begin, _ in sizes)
     return tuple(Piece(*size, slot) for size, slot in zip(sizes, slots, strict=True))
+
+
+def _spared(index: int, num_slots: int, spare_slots: int) -> int:
+    """The slot of a layer's piece."""
+    return index if index < num_slots else num_slots + (index - num_slots) % spare_slots
 
 
 def _turns(count: int, num_slots: int) -> Iterator[int]:

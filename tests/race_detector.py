@@ -24,6 +24,7 @@ class RaceDetector(HostBackend):
         self._clocks: dict[Stream, Clock] = {stream: dict.fromkeys(Stream, 0) for stream in Stream}
         self._writes: dict[tuple[int, int], tuple[Stream, int]] = {}
         self._reads: dict[tuple[int, int], Clock] = {}
+        self._recent: set[tuple[int, int]] = set()  # places touched since the last feed-forward part
         self._kept: list[Any] = []  # arrays stay alive, so that their addresses stay theirs
         self.checked = 0
 
@@ -39,7 +40,7 @@ class RaceDetector(HostBackend):
         super().synchronize()
         joined = {stream: max(clock[stream] for clock in self._clocks.values()) for stream in self._clocks}
         self._clocks = {stream: dict(joined) for stream in joined}
-        for past in (self._writes, self._reads, self._kept):
+        for past in (self._writes, self._reads, self._recent, self._kept):
             past.clear()
 
     def copy_in(self, run: PageRun, host: np.ndarray) -> None:
@@ -77,6 +78,17 @@ class RaceDetector(HostBackend):
         self._run(Stream.COMPUTE, run, write=False)
         super().attend_tile(q, position, run, *rest, **flags)
 
+    def feed_forward(self, *args: Any, **options: Any) -> None:
+        """Its scratch is lent to the staging ring: whatever was seen there is written to."""
+        self._begin(Stream.COMPUTE)
+        scratch = args[6].values
+        begin = scratch.__array_interface__["data"][0]
+        for address, num_bytes in self._recent:
+            if begin <= address < begin + scratch.nbytes:
+                self._overwrite(Stream.COMPUTE, (address, num_bytes))
+        self._recent.clear()
+        super().feed_forward(*args, **options)
+
     def _begin(self, stream: Stream) -> None:
         self._clocks[stream][stream] += 1
 
@@ -91,17 +103,24 @@ class RaceDetector(HostBackend):
     def _touch(self, stream: Stream, page: np.ndarray, write: bool) -> None:
         self._kept.append(page)
         place = (page.__array_interface__["data"][0], page.nbytes)
-        clock = self._clocks[stream]
         self.checked += 1
+        self._recent.add(place)
+        if write:
+            self._overwrite(stream, place)
+        else:
+            self._behind_writer(stream, place)
+            self._reads.setdefault(place, {})[stream] = self._clocks[stream][stream]
+
+    def _behind_writer(self, stream: Stream, place: tuple[int, int]) -> None:
         if place in self._writes:
             writer, count = self._writes[place]
-            assert clock[writer] >= count, f"{stream.name} touches a page that {writer.name} may still be writing"
-        if write:
-            for reader, count in self._reads.pop(place, {}).items():
-                assert clock[reader] >= count, f"{stream.name} overwrites a page that {reader.name} may still be reading"
-            self._writes[place] = (stream, clock[stream])
-        else:
-            self._reads.setdefault(place, {})[stream] = clock[stream]
+            assert self._clocks[stream][writer] >= count, f"{stream.name} touches a page that {writer.name} may still be writing"
+
+    def _overwrite(self, stream: Stream, place: tuple[int, int]) -> None:
+        self._behind_writer(stream, place)
+        for reader, count in self._reads.pop(place, {}).items():
+            assert self._clocks[stream][reader] >= count, f"{stream.name} overwrites a page that {reader.name} may still be reading"
+        self._writes[place] = (stream, self._clocks[stream][stream])
 
 
 class _Recorded(Enum):

@@ -49,6 +49,10 @@ class DeviceArray:
             )
         return result
 
+    def as_bytes(self) -> "DeviceArray":
+        """All of it as u8 [nbytes]."""
+        return self.view((self.nbytes,), "u8")
+
     def __index__(self) -> int:
         return self.ptr
 

@@ -9,6 +9,7 @@ def attention(model: Model, step: Step, index: int, x: Array, out: Array, *, add
     """out = attn_output(softmax(q k^T) v) of norm(x), or out += that; appends this step's keys and values. x, out f32 [T, hidden]."""
     backend, layer, weights = model.backend, model.config.layers[index], model.weights.layers[index]
     qkv = model.workspace["qkv"].view((step.num_tokens, qkv_columns(layer)))
+    model.cache.enter_layer(index)
     backend.linear(x, weights.attn_qkv, qkv, norm=weights.attn_norm, bias=weights.attn_qkv_bias)
     projected = Projected(qkv, layer, weights.attn_q_norm, weights.attn_k_norm, step.tables[layer.rope])
     attended = (_attend_one if step.num_tokens == 1 else _attend_many)(model, step, index, projected)

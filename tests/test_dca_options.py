@@ -1,8 +1,6 @@
 """--dca and what stands beside it: what is declared, asked for and refused, and what the commands say and record. What dual chunk attention computes is
 checked elsewhere."""
 
-import csv
-import io
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -482,9 +480,10 @@ def test_depths_too(capsys: pytest.CaptureFixture[str]) -> None:
     assert rollkv_command(*LADDER, "--dca", "off,on", "-d", "0,300", "-p", 8, "--fill", "random") == 0
     text = capsys.readouterr().out
     assert "| rung     | depth |" in text and text.count("| pp8 @ d300 |") == 2 and "DCA off and DCA 512/256: behind RANDOM cells" in text
-    assert rollkv_command(*LADDER, "--dca", "off,on", "-d", "0,300", "-p", 8, "-o", "csv") == 0
-    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
-    assert [(row["depth"], row["dca"]) for row in rows] == [("0", "off"), ("0", "on"), ("300", "off"), ("300", "on")]
+    assert rollkv_command(*LADDER, "--dca", "off,on", "-d", "0,300", "-p", 8, "-o", "json") == 0
+    result = json.loads(capsys.readouterr().out)
+    assert [(row["depth"], row["dca"]) for row in result["rows"]] == [(0, "off"), (0, "on"), (300, "off"), (300, "on")]
+    assert [(one["dca"], one["dca_chunk_cells"]) for one in result["variants"]] == [("off", None), ("on", 512)] and "dca" not in result
 
 
 def test_what_does_not_run_on_one_side_is_empty(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

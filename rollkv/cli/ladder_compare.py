@@ -7,6 +7,7 @@ from rollkv.cli.markdown import markdown_table, mib, number
 
 Row = Mapping[str, Any]
 
+NEEDLE = {True: "found", False: "MISSED", None: ""}
 _RATES = {"pp": "pp_tokens_per_second", "tg": "tg_tokens_per_second"}
 
 
@@ -28,4 +29,4 @@ def _line(key: tuple[str, int], first: Row, second: Row) -> list[str]:
         rates = [row.get(column) for row in (first, second)]
         words += [number(rate, 1) for rate in rates]
         words.append(number(rates[0] / rates[1], 3) if rates[0] and rates[1] else "")
-    return words + [{True: "found", False: "MISSED", None: ""}[row.get("needle_found")] for row in (first, second)]
+    return words + [NEEDLE[row.get("needle_found")] for row in (first, second)]

@@ -97,7 +97,7 @@ def _rung_line(row: Row) -> tuple[str, ...]:
         *(number(row[name], 2) for name in ("exposed_ms", "predicted_sum_ms", "predicted_overlap_ms")),
         mib(row["peak_device_bytes"], 0),
         mib(row["limit_bytes"], 0),
-        {True: "found", False: "MISSED", None: ""}[row["needle_found"]],
+        ladder_compare.NEEDLE[row["needle_found"]],
         number(row["ttft_seconds"], 3),
         ", ".join(_flags(row)),
     )

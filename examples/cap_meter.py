@@ -57,6 +57,7 @@ class Reading:
 def meter(command: Sequence[str], watch: Callable[[int], Meter]) -> Reading:
     """Runs a command to its end and reads all the while. watch: a meter for a process number, made before the process is on the card."""
     peak = card_peak = readings = 0
+    begun = time.perf_counter()
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(command, stdout=output)
         try:
@@ -66,10 +67,10 @@ def meter(command: Sequence[str], watch: Callable[[int], Meter]) -> Reading:
                 used = watched.used_bytes()
                 if used is None:
                     watched.identify()
+                    card_peak = max(card_peak, (watched.device_used_bytes() or 0) - before)
                 peak = max(peak, used or 0)
-                card_peak = max(card_peak, (watched.device_used_bytes() or 0) - before)
                 readings += 1
-                time.sleep(INTERVAL_SECONDS)
+                time.sleep(max(begun + readings * INTERVAL_SECONDS - time.perf_counter(), 0))
         finally:
             process.kill()
             process.wait()

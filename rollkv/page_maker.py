@@ -92,7 +92,8 @@ class PageMaker:
         """Makes no more of what was begun; it may be closed then. Takes milliseconds."""
         self._parts.clear()
         while self._threads:
-            self._threads[-1].join()
+            with suppress(RuntimeError):  # an interrupt came before it began: it will find nothing to do
+                self._threads[-1].join()
             self._threads.pop()
 
     def _start(self, count: int) -> None:

@@ -103,3 +103,23 @@ def test_a_child_does_not_get_it() -> None:
         os._exit(any(int(line.split("-")[0], 16) <= area.address < int(line.split("-")[1].split()[0], 16) for line in lines))
     assert os.waitpid(child, 0)[1] == 0
     area.close()
+
+
+def test_a_thread_that_never_began_stops_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, starts = threading.Thread.start, []
+
+    def start(self: threading.Thread) -> None:
+        starts.append(self)
+        if len(starts) == 1:
+            raise KeyboardInterrupt
+        plain(self)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    maker = PageMaker()
+    with pytest.raises(KeyboardInterrupt):
+        maker.begin(MIB)
+    maker.stop()
+    area = maker.begin(MIB)
+    maker.wait(area, MIB)
+    maker.stop()
+    area.close()

@@ -80,6 +80,13 @@ def test_records_name_the_card(machine: Machine) -> None:
     assert (facts["backend"], facts["gpu"], facts["gpu_bytes"], facts["driver_cuda"]) == ("host", None, None, None)
 
 
+def test_records_tell_how_the_tail_was_made(machine: Machine) -> None:
+    with engine(machine, MODELS[0], ctx_size=300, window=64, page_cells=32, kv="f16", ubatch=64) as run:
+        assert machine_facts(run)["host_tail_made_gbps"] is None, "nobody has needed it yet"
+        run.fill_random(200, 0)
+        assert machine_facts(run)["host_tail_made_gbps"] > 0  # type: ignore[operator]
+
+
 def test_short_contexts_want_no_library(machine: Machine) -> None:
     with engine(machine, MODELS[0], ctx_size=16) as run:
         run.prefill([1] * 15)

@@ -275,7 +275,7 @@ def test_a_step_finishes_its_rows_as_append_does(
 
     appended, stepped = (cuda.upload("pool", cache.pools[0]) for _ in range(2))
     run = cache.runs([appended])[0]
-    cuda.append(projected, at, (run,), page, position, q)
+    cuda.append(projected, at, (run,), page, position, 0, q)
     memory = StepMemory(cuda, layer, 0, run.num_pages)
     cuda.attend_step(projected, at, (replace(run, pool=stepped),), page, 0.1, memory.parts, memory.out)
     np.testing.assert_array_equal(cuda.read(stepped), cuda.read(appended))

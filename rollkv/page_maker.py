@@ -21,6 +21,7 @@ from rollkv.numa import prefer_node
 from rollkv.units import MIB
 
 PART_BYTES = 16 * MIB  # that a thread makes at a time
+_STEP_BYTES = 2 * MIB  # behind which it may be stopped: a huge page, for which the system may have to move others first
 _CORES = len(os.sched_getaffinity(0))
 _BESIDE_OTHERS = max(1, _CORES // 4)  # 4 of 16 slow copies of weights from 34 to 29 GB/s, 8 to 22
 _WAIT_SECONDS = 0.1
@@ -35,10 +36,13 @@ class _Part:
     memory: mmap.mmap  # stays mapped until it is made
     done: Event = field(default_factory=Event)
 
-    def make(self) -> None:
+    def make(self, go_on: Callable[[], bool]) -> None:
         """Writes to every page of the smallest size; a huge one comes with its first byte."""
         memory = np.ctypeslib.as_array((ctypes.c_uint8 * self.num_bytes).from_address(self.address))
-        memory[:: mmap.PAGESIZE] = 0
+        for begin in range(0, self.num_bytes, _STEP_BYTES):
+            if not go_on():
+                return
+            memory[begin : begin + _STEP_BYTES : mmap.PAGESIZE] = 0
         self.done.set()
 
 
@@ -64,9 +68,11 @@ class PageMaker:
         self._clock = clock
         self._parts: deque[_Part] = deque()
         self._threads: list[Thread] = []
+        self._stopped = False
 
     def begin(self, num_bytes: int) -> Area:
         """An area that is made from now on. Raises OSError when the system has none."""
+        self._stopped = False
         # Private: what the device reads must not be torn from this process by a fork, so a child does not get it at all.
         memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
@@ -90,6 +96,7 @@ class PageMaker:
 
     def stop(self) -> None:
         """Makes no more of what was begun; it may be closed then. Takes milliseconds."""
+        self._stopped = True
         self._parts.clear()
         while self._threads:
             with suppress(RuntimeError):  # an interrupt came before it began: it will find nothing to do
@@ -110,5 +117,5 @@ class PageMaker:
                 part = self._parts.popleft()
             except IndexError:
                 return
-            part.make()
+            part.make(lambda: not self._stopped)
             self.last_made = self._clock()

@@ -357,10 +357,10 @@ def test_pages_that_nobody_needed_are_given_back(ends: str, monkeypatch: pytest.
     """While threads are at work on them: they end first."""
     plain, working = page_maker._Part.make, []
 
-    def make(self: Any) -> None:
+    def make(self: Any, go_on: Callable[[], bool]) -> None:
         working.append(self)
         time.sleep(0.01)
-        plain(self)
+        plain(self, go_on)
         working.remove(self)
 
     closed = page_maker.Area.close

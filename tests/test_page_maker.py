@@ -4,6 +4,7 @@ import ctypes
 import mmap
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -42,10 +43,10 @@ def test_waiting_for_a_beginning_does_not_wait_for_the_rest(monkeypatch: pytest.
     """The second part is held back until the first has been waited for."""
     plain, first_is_seen = _Part.make, threading.Event()
 
-    def make(self: _Part) -> None:
+    def make(self: _Part, go_on: Callable[[], bool]) -> None:
         if self is area.parts[1]:
             assert first_is_seen.wait(10)
-        plain(self)
+        plain(self, go_on)
 
     maker = PageMaker()
     monkeypatch.setattr(page_maker, "_BESIDE_OTHERS", 0)  # nothing begins before the area is known here
@@ -61,14 +62,21 @@ def test_waiting_for_a_beginning_does_not_wait_for_the_rest(monkeypatch: pytest.
 
 def test_stopping_ends_what_is_under_way_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, begun, go_on = _Part.make, threading.Event(), threading.Event()
-    made: list[int] = []
+    made: list[_Part] = []
 
-    def make(self: _Part) -> None:
-        begun.set()
-        assert go_on.wait(10)
-        plain(self)
-        made.append(self.address)
+    def make(self: _Part, may_go_on: Callable[[], bool]) -> None:
+        def asked() -> bool:
+            """Held up in the middle of a part until somebody stops it."""
+            steps.append(self)
+            if len(steps) == 3:
+                begun.set()
+                assert go_on.wait(10)
+            return may_go_on()
 
+        plain(self, asked)
+        made.append(self)
+
+    steps: list[_Part] = []
     monkeypatch.setattr(page_maker, "_BESIDE_OTHERS", 1)
     monkeypatch.setattr(_Part, "make", make)
     maker = PageMaker()
@@ -76,7 +84,8 @@ def test_stopping_ends_what_is_under_way_and_no_more(monkeypatch: pytest.MonkeyP
     assert begun.wait(10)
     threading.Timer(0.05, go_on.set).start()
     maker.stop()
-    assert made == [area.address], "the part that was being made, whole"
+    assert made == [area.parts[0]] and len(steps) == 3, "not even the part that was being made is made to its end"
+    assert not any(part.done.is_set() for part in area.parts)
     area.close()
     again = maker.begin(MIB)
     maker.wait(again, MIB)

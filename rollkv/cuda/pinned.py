@@ -1,7 +1,7 @@
 """Host memory of a run: the pages of the tail in pinned chunks, and pinned slots.
 
-Memory is made by threads (page_maker.py) from when it is asked for. It is pinned by whoever needs it first, chunk by chunk and at twice the rate at
-which it is made: a thread that pinned beside the copies of weights would hold these up, 9 ms a call, and halve their rate.
+Memory is made by threads (page_maker.py) from when it is asked for. It is pinned by whoever needs it first, chunk by chunk as it is made: a thread
+that pinned beside the copies of weights would hold these up, 9 ms a call, and halve their rate.
 """
 
 from bisect import bisect_right

@@ -1,6 +1,7 @@
 """Load a model; prefill; decode step by step. Knows token ids and no text."""
 
 import time
+import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -109,6 +110,8 @@ class Engine:
         backend.synchronize()
         phases.ends("weights")
         self._begin()
+        # A dropped engine would keep the device's memory, and pinned memory whose addresses the system then hands out again.
+        weakref.finalize(self, backend.close).atexit = False
 
     def replan(self, cache: CacheConfig, vram_target: int | None = None, config: ModelConfig | None = None) -> None:
         """Plans and takes everything but the weights anew, as a fresh load with this configuration would, and forgets the sequence. config: the

@@ -16,10 +16,10 @@
 // Gate      activation != 0: the result is activation(gate) * up. With `paired`, W's tiles of 16 rows are gate and up by turns, N counts both and
 //           y has N / 2 columns; else W is up alone, and y holds the gate and is overwritten.
 // Operands  x f32 [rows][K]; norm f32 [K] or null; planes of TYPE, weight [N, K]; bias f32 [N] or null; y f32 [rows][ldy], ldy >= its columns.
-// Mapping   a block of 8 warps takes tiles of 16 weight rows (pairs of them), one after another; warp w takes the spans w, w + 8, ... of the tile in
-//           ascending order and keeps a round of kDepth spans of weights in flight, across staging and across tiles; the first ones are on their
-//           way before the kernels before this one have ended. x is staged in shared memory, k_tile columns at a time (once, where all of K
-//           fits). Warp sums are added in the order of the warps.
+// Mapping   a block has two teams of 8 warps, which share the staged x and nothing else. A team takes tiles of 16 weight rows (pairs of them), one after
+//           another; warp w takes the spans w, w + 8, ... of the tile in ascending order and keeps a round of kDepth spans of weights in flight,
+//           across staging and across tiles; the first ones are on their way before the kernels before this one have ended. x is staged in
+//           shared memory, k_tile columns at a time (once, where all of K fits). Warp sums are added in the order of the warps.
 // Bits      a result depends on its weight row and its row of x alone: the order of operations is fixed by K and TYPE; T, kDepth, k_tile, the
 //           grid and the column of the B operand do not enter. All rounding operations are written as intrinsics, so nothing is contracted differently
 //           in different instances.
@@ -36,7 +36,7 @@
 
 constexpr int kWarps = 8;  // of a team
 constexpr int kThreads = kWarps * 32;
-constexpr int kSquares = 16;  // sums that a row's sum of squares is added up from
+constexpr int kSquares = 16;   // sums that a row's sum of squares is added up from
 constexpr int kUnit = 256;     // columns of x with a common scale
 constexpr int kPadBytes = 32;  // of a staged row beyond its own: so neighbouring rows lie in different banks
 
@@ -221,18 +221,17 @@ struct Product {
     for (int t = 0; t < T; t++) {
 #pragma unroll 1
       for (int unit = threadIdx.x >> 5; unit * kUnit < length; unit += kStagers) {
-        float4 v[2], factors[2];  // all on their way before the first is waited for
+        float4 v[2];  // all on their way before the first is waited for
 #pragma unroll
         for (int half = 0; half < 2; half++) {
           const int c = unit * kUnit + half * 128 + lane * 4;
           v[half] = four(x + i64(t) * columns + first, c, t < rows ? inside : 0, aligned);
-          if (norm != nullptr) factors[half] = four(norm + first, c, inside, aligned);
         }
         if (norm != nullptr) {
 #pragma unroll
           for (int half = 0; half < 2; half++) {
             if constexpr (T == 1) squares = add_squares(squares, v[half]);
-            v[half] = times(v[half], factors[half]);
+            v[half] = times(v[half], four(norm + first, unit * kUnit + half * 128 + lane * 4, inside, aligned));
           }
         }
         put_unit(to, t, unit, lane, length, v);
@@ -449,7 +448,7 @@ __global__ void __launch_bounds__(kThreads * kTeams<TYPE, T>, 1) linear_rows(
     if (span < spans && first_tile < tiles) weights[d].load(planes, u32(first_tile) * spans + span, lane);
   }
   if (norm != nullptr && threadIdx.x == 0) {  // a line a block, for all
-    for (int line = blockIdx.x; line * 32 < K; line += gridDim.x) asm volatile("prefetch.global.L2 [%0];" ::"l"(norm + line * 32));
+    for (int line = blockIdx.x; line * 32 < K; line += gridDim.x) prefetch_line(norm + line * 32);
   }
   wait_for_previous();
 

@@ -9,7 +9,7 @@
 // among its four lanes. A column with an infinity or a NaN makes its row NaN.
 // F16: x = scale * (h0 + h1 + h2), three halves, the scale a power of two for 256 columns; exact products of mma.m16n8k16.
 // BF16 and F32: a float32 is the exact sum of three bf16 numbers (8 bits of its significand each).
-// One row of x fills 3 of the 8 columns: the tensor cores idle while memory is busy, and two rows cost no more than one.
+// The tensor cores idle while memory is busy, though one row of x fills 3 of the 8 columns.
 //
 // Norm      y = r (W (x * norm)) with r = 1 / sqrt(mean(x^2) + eps): the factor of the row comes last, so the sum of squares is off the way
 //           to the first product. norm null: r is left out.
@@ -23,13 +23,15 @@
 // Bits      a result depends on its weight row and its row of x alone: the order of operations is fixed by K and TYPE; T, kDepth, k_tile, the
 //           grid and the column of the B operand do not enter. All rounding operations are written as intrinsics, so nothing is contracted differently
 //           in different instances.
-// Bound     memory, behind a chain of about 4 us that every launch has: 0.5 us until the kernel before is seen to have ended, 1.1 until x is staged
-//           (0.7 of it until x is there), the products, 0.4 for the sums of a tile. Issue slots are the second limit: at one row about 1.3 a
-//           weight of a lane in Q4_K, of 3.9 that sm_90 has at full rate.
+// Bound     memory, behind a chain of 3 to 4 us that every launch has: until the kernel before is seen to have ended, until x is there and staged, the last
+//           products, the sums of a tile, a block's start (docs/performance.md has the clocks). Issue slots are the second limit, also while x
+//           is staged: so two teams share that. At one row every second column of B is a part of x: a lane then adds up one column instead
+//           of two. 1.2 instructions a weight of a lane in Q4_K, 1.5 in Q8_0, 1.8 in Q4_0, 2.4 in Q6_K, loads among them.
 // Rejected  codes and x as bf16: 3.3 slots a weight. Scales of x for 32 columns and a float32 multiply-add a group: Q4_K 2 slots more a weight. Weights
 //           through shared memory (cp.async, or bulk copies by one lane), 70 to 190 KB in flight, also beside the next kernel's on one
 //           multiprocessor: 24576 x 4096 in Q8_0 takes 30 us, with the next kernel let in later 33 to 40 (two of its blocks may land on one
-//           multiprocessor). Bulk prefetches into L2 ahead of the loads: 28 to 59 us.
+//           multiprocessor). Bulk prefetches into L2 ahead of the loads: 28 to 59 us. The next kernel's first weights asked into L2, x by cp.async or by
+//           bulk copies, fewer weights on their way before x has come: all slower (docs/performance.md).
 // Oracle    float64 product with quants.dequantise
 #include "activation.cuh"
 #include "quants.cuh"

@@ -18,9 +18,8 @@ _ROWS = (1, 2, 4, 8, 16)
 _PAD_BYTES = 32  # of a staged row of x
 SHARED_LIMIT = 99 << 10  # what a block can have on every device from compute capability 8.0 on
 
-# Columns of x staged at a time, by rows: three bytes a column and row of quantised weights, six of the others, within half of
-# SHARED_LIMIT where it can be, so that blocks share a multiprocessor. Whole turns of the warps over units of 256 columns, at one row: then the
-# order of the sum of squares does not depend on them.
+# Columns of x staged at a time, by rows: three bytes a column and row of quantised weights, six of the others, about half of SHARED_LIMIT. Whole turns
+# of 16 warps over units of 256 columns, at one row: then the order of the sum of squares does not depend on them.
 _STAGED_COLUMNS = {
     True: {1: 12288, 2: 8192, 4: 4096, 8: 2048, 16: 1024},
     False: {1: 8192, 2: 4096, 4: 2048, 8: 1024, 16: 512},
@@ -31,7 +30,7 @@ _DEPTH = {
     "Q4_K": 2, "Q6_K": 2, "Q2_K": 2, "Q3_K": 2, "Q5_K": 2, "IQ4_XS": 2,
 }  # fmt: skip
 _UNIT = 256  # columns of x with a common scale
-_SQUARES = 16
+_SQUARES = 16  # sums that a row's sum of squares is added up from
 # Types with a shift need the sums of x over the columns that share one.
 _SUM_GROUP = {"Q4_1": 32, "Q5_1": 32, "Q4_K": 32, "Q5_K": 32, "Q2_K": 16}
 

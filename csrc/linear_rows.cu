@@ -439,7 +439,7 @@ __global__ void __launch_bounds__(kThreads * kTeams<TYPE, T>, 1) linear_rows(
   float(&gates)[T][kTileRows] = gates_of[team];
   const int spans = (K + Q::kSpan - 1) / Q::kSpan, staged_spans = k_tile / Q::kSpan, tiles = (N + kTileRows - 1) / kTileRows;
   const int number_of_team = team * gridDim.x + blockIdx.x, first_tile = paired ? 2 * number_of_team : number_of_team;
-  const int first_leader = paired ? 2 * blockIdx.x : blockIdx.x;  // the first team's tile, which is a block's last to end
+  const int first_leader = paired ? 2 * blockIdx.x : blockIdx.x;  // of the first team, which has a tile as long as any has
   const Planes planes{{p0, p1, p2, p3}};
   let_next_begin();
 
@@ -501,7 +501,7 @@ __global__ void __launch_bounds__(kThreads * kTeams<TYPE, T>, 1) linear_rows(
         // for the loads issued just before it too, behind the span before.
 #pragma unroll
         for (int d = 0; d < kDepth; d++) weights[d].arrive();
-        // The next round: of this tile, or the first one of the block's next tile.
+        // The next round: of this tile, or the first one of the team's next tile.
         const bool last = next + kDepth * kWarps >= spans;
         const int ahead_tile = last ? following_tile(tile, paired, teams) : tile, ahead = last ? warp : next + kDepth * kWarps;
         const int known = ahead_tile < tiles ? spans - ahead : 0;

@@ -1,8 +1,8 @@
 """Every kind of step that a run can take, gone through on a backend that issues nothing, so that it learns what to load for them.
 
-Layers that are alike are gone through once. Steps take each power of two up to the ubatch, and the ubatch: kernels and products are chosen
-by ranges of rows, and a prompt's last ubatch has any number of them. A single token is taken behind each power of two of cells, and behind all:
-its kernels are chosen by ranges of pages.
+Layers that are alike are gone through once. Steps take each power of two up to the ubatch, and the ubatch, or a chunk of dual chunk attention if that is
+less: kernels and products are chosen by ranges of rows, and a prompt's last ubatch has any number of them. A single token is taken behind each
+power of two of cells, and behind all: its kernels are chosen by ranges of pages.
 """
 
 from collections.abc import Mapping
@@ -33,13 +33,14 @@ def rehearse(backend: Backend, config: ModelConfig, cache: CacheConfig, tensors:
     pages = KVCache(backend, few, resident, plan_budget(few, resident, {}, {}))
     weights = replace(weights, layers=tuple(weights.layers[index] for index in kept))
     model = Model(backend, few, weights, pages, take_workspace(backend, few, cache), ropes_of(few))
-    steps = [(tokens, 0) for tokens in sorted({rows, *(1 << n for n in range(rows.bit_length()))})]
+    strides = {rope.dual_chunk.stride_cells for rope in ropes_of(few) if rope.dual_chunk is not None}  # beyond which no step reaches
+    most = min((rows, *strides))
+    steps = [(tokens, 0) for tokens in sorted({most, *(1 << n for n in range(most.bit_length()))})]
     counts = sorted({cache.ctx_size, *(1 << n for n in range(cache.ctx_size.bit_length()))})
     # On both sides of each: a sliding window reaches one page more where its ends lie inside pages.
     steps += [(1, position) for cells in counts for position in (cells - 1, cells) if position < cache.ctx_size]
     # Where the second chunk begins, queries turn more than once.
-    borders = {rope.dual_chunk.stride_cells for rope in ropes_of(few) if rope.dual_chunk is not None}
-    steps += [(2, position) for position in sorted(borders) if position + 2 <= cache.ctx_size]
+    steps += [(2, position) for position in sorted(strides) if position + 2 <= cache.ctx_size]
     for tokens, position in steps:
         hidden = forward(model, enter(model, np.zeros(tokens, np.int32), position))
         rows_out = logits(model, hidden.rows(min(tokens, MAX_FEW_ROWS)))

@@ -16,9 +16,10 @@ from tabulate import tabulate
 
 from rollkv.counts import parse_counts
 from rollkv.dual_chunk import DualChunkRequest, short_words, with_dual_chunk
-from rollkv.engine import Engine, load
+from rollkv.engine import Engine
 from rollkv.models import default_model
 from rollkv.report import PhaseProgress
+from rollkv.startup import load
 from rollkv.tasks.generate import cache_config, open_text_model
 
 

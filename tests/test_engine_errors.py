@@ -8,9 +8,9 @@ import pytest
 
 import engines
 from rollkv.config import SamplingParams
-from rollkv.engine import load, plan
 from rollkv.errors import CheckFailed, OutOfMemoryError, UsageError
 from rollkv.host_backend import HostBackend, HostWeight
+from rollkv.startup import load, plan
 
 TOKENS = list(range(40))
 

@@ -95,8 +95,8 @@ def test_the_end_of_a_step_stages_the_next(window: int) -> None:
 
 
 def test_many_rows_walk_many_pages_at_once() -> None:
-    """Pieces that lie behind each other make one run: 8 pages of tail are walked as the 4 that the ring holds and 2 by 2 in the spare slots, of which the
-    feed-forward part's array makes 4; then the new page."""
+    """Pieces that lie behind each other make one run: 6 pages of tail are walked as the 4 that the ring holds and 2 in the spare slots that the
+    feed-forward part's array makes; then the new pages, 2 in fresh slots and 1 in the window."""
 
     class Runs(race_detector.RaceDetector):
         def __init__(self) -> None:
@@ -108,7 +108,7 @@ def test_many_rows_walk_many_pages_at_once() -> None:
             super().attend_tile(q, position, run, *rest, **flags)
 
     tokens, backend = engines.fixture("llama")["tokens"].tolist(), Runs()
-    with engines.host_engine("llama", engines.cache(160, ubatch=16, window=PAGE), backend=backend, ring=RingShape(4, 1)) as engine:
+    with engines.host_engine("llama", engines.cache(160, ubatch=48, window=PAGE), backend=backend, ring=RingShape(4, 1)) as engine:
         engine.prefill(tokens[:144])
         layers = engine.config.num_layers
     assert backend.pages[-4 * layers :] == [4, 2, 2, 1] * layers

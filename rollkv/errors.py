@@ -19,6 +19,12 @@ class CheckFailed(RollkvError):
     exit_code = 1
 
 
+class Interrupted(RollkvError):
+    """The user ended the run (Ctrl-C)."""
+
+    exit_code = 130  # 128 and the number of SIGINT, as shells say it
+
+
 class DeviceError(RollkvError):
     """No usable GPU, driver or compiler, or the device failed while running."""
 

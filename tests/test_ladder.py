@@ -811,12 +811,16 @@ def test_an_interrupt_keeps_what_ran(command, capsys, monkeypatch, form, at, kep
 
     monkeypatch.setattr(climb, "_measure", interrupted)
     assert command("--tail", "0,384KiB", "-o", form) == 130
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
     if form == "json":
         result = json.loads(out)
-        assert result["interrupted"] and [row["rung"] for row in result["rows"]] == kept
+        assert result["interrupted"] and result["passed"] is None and [row["rung"] for row in result["rows"]] == kept
     else:
-        assert out.count("resident") >= len(kept) and "tail 384" not in out
+        assert out.count("resident") >= len(kept) and "tail 384" not in out and "error: interrupted" in err
+    if form == "md":
+        assert "cut short: interrupted" in out and ("verdict" in out) == bool(kept)
+    if form == "csv":
+        assert len(list(csv.reader(io.StringIO(out)))) == (2 if kept else 0)
 
 
 @pytest.mark.parametrize(

@@ -383,6 +383,34 @@ def test_caps_reach_the_plan(capsys, scratch):
     assert list(scratch.iterdir()) == []
 
 
+@pytest.mark.parametrize("form", ["text", "json", "jsonl"])
+def test_candidates_that_ran_are_printed_whatever_ends_the_run(capsys, scratch, monkeypatch, form):
+    model = ("-m", FIXTURES / "llama.gguf", "--tokens", 100, "--windows", "1page", "--vram-target", "100MiB", "-o", form)
+    assert command(*model) == 5
+    out, err = capsys.readouterr()
+    assert "100.0 MiB is too small" in err
+    if form == "json":
+        result = json.loads(out)
+        assert result["passed"] is None and result["kind"] == "OutOfMemoryError" and len(result["rows"]) == 1
+    else:
+        assert "window 1page" in out and ("verdict: none, cut short: 1 of 1" in out) == (form == "text")
+
+
+def test_an_interrupted_comparison_prints_what_ran(capsys, scratch, monkeypatch):
+    compared, calls = equiv._compare_one, []
+
+    def interrupted(*arguments):
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return compared(*arguments)
+
+    monkeypatch.setattr(equiv, "_compare_one", interrupted)
+    assert command("-m", FIXTURES / "llama.gguf", "--tokens", 300, "--windows", "100%,1page", "-o", "json") == 130
+    result = json.loads(capsys.readouterr().out)
+    assert result["passed"] is None and result["interrupted"] and [row["passed"] for row in result["rows"]] == [True]
+
+
 def test_text_says_what_failed_and_where_the_first_difference_is(capsys, scratch):
     types = ("--backend", "host", "--cache-type-k", "f32,bf16", "--cache-type-v", "f32")
     assert command("-m", FIXTURES / "llama.gguf", *types, "--tokens", 300, "--max-kld", "1e-6") == 1

@@ -12,7 +12,7 @@ from rollkv import plots
 from rollkv.budget import Budget
 from rollkv.cli import main as boundary
 from rollkv.engine import Stats
-from rollkv.errors import UsageError
+from rollkv.errors import DeviceError, UsageError
 from rollkv.gguf_file import open_gguf
 from rollkv.host_backend import HostBackend
 from rollkv.roofline import ASSUMED, StepCost
@@ -321,6 +321,34 @@ def test_an_interrupted_grid_goes_on_where_it_stopped(engine, capsys, tmp_path):
     assert len(first.prompts) == 4 and len(second.prompts) == 5
     third = engine()
     assert command("--out", out) == 0 and not third.prompts and not hasattr(third, "budget"), "nothing left: nothing is loaded"
+
+
+def test_an_interrupted_grid_has_not_passed(engine, capsys):
+    engine(interrupt_at=1)
+    assert command("-o", "json") == 130
+    result = json.loads(capsys.readouterr().out)
+    assert (result["passed"], result["kind"], result["exit_code"]) == (None, "Interrupted", 130)
+    engine(window_pages=1, forgets=True, interrupt_at=1)
+    assert command("-o", "json") == 130
+    result = json.loads(capsys.readouterr().out)
+    assert result["passed"] is False and (result["found"], result["missed"], result["not_run"]) == (0, 1, 8)
+    assert command() == 130
+    assert "rollkv: error: interrupted" in capsys.readouterr().err
+
+
+def test_an_error_keeps_the_cells_that_ran(engine, capsys, monkeypatch):
+    made = engine()
+    generate = made.generate_ids
+
+    def fails(*arguments):
+        if len(made.prompts) == 2:
+            raise DeviceError("the device fell off the bus")
+        return generate(*arguments)
+
+    monkeypatch.setattr(made, "generate_ids", fails)
+    assert command("-o", "json") == 3
+    result = json.loads(capsys.readouterr().out)
+    assert (result["passed"], result["found"], result["not_run"]) == (None, 2, 7) and "off the bus" in result["error"]
 
 
 @pytest.mark.parametrize(

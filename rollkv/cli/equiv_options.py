@@ -6,7 +6,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rollkv.cli.options import read_prompt
+from rollkv.cli.options import check_machine, read_prompt
 from rollkv.errors import UsageError
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def text_ids(model: "TextModel", text: Path | None, tokens: str | None) -> list[
 
 
 def spec_lists(
-    configs: "Sequence[ModelConfig]", cache: "CacheConfig", keys: str, values: str, backends: str
+    configs: "Sequence[ModelConfig]", cache: "CacheConfig", keys: str, values: str, backends: str, device: int
 ) -> "tuple[RunSpec, tuple[RunSpec, ...]]":
     """The reference's configuration, and the candidates that the further entries of the lists name. cache: of one run, in other types."""
     from rollkv.counts import split_list
@@ -57,8 +57,7 @@ def spec_lists(
     key_types, value_types = split_list(keys, "--cache-type-k"), split_list(values, "--cache-type-v")
     names = split_list(backends, "--backend")
     for name in names:
-        if name not in ("auto", "cuda", "host"):
-            raise UsageError(f"--backend {name!r} is not known; choose auto, cuda or host")
+        check_machine(name, device)
     for key, value in zip_longest(key_types, value_types, fillvalue="f16"):
         cache_config(cache.ctx_size, cache_type_k=key, cache_type_v=value)  # refuses unknown names
     cache = replace(cache, residency="full", key_type=key_types[0], value_type=value_types[0])  # type: ignore[arg-type]

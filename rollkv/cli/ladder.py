@@ -7,14 +7,13 @@ from typing import Annotated
 
 import typer
 
-from rollkv.cli import ladder_results, ladder_text, options, positions
+from rollkv.cli import ladder_results, ladder_text, options, positions, results
 from rollkv.cli.ladder_run import Run, gather, machine_rates, prompts
 from rollkv.cli.ladder_rungs import depths, one_depth
 from rollkv.config import DEFAULT_UBATCH
 from rollkv.errors import UsageError
 
 _DEFAULT_PROMPT = 512  # as llama-bench's
-_INTERRUPTED = 130
 
 
 def ladder(
@@ -73,10 +72,8 @@ def ladder(
     dca_local: options.DcaLocal = None,
     rope_original_ctx: options.RopeOriginalCtx = None,
     hf_config: options.HfConfig = None,
-    backend: Annotated[
-        str, typer.Option(metavar="auto|cuda|host", help="GPU, or the slow reference in NumPy, which has no ceilings.")
-    ] = "auto",
-    device: Annotated[int, typer.Option(metavar="INDEX", help="Which GPU.")] = 0,
+    backend: options.Backend = "auto",
+    device: options.Device = 0,
     portable: options.Portable = False,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it (PNG, SVG or PDF); needs matplotlib.")] = None,
     output: Annotated[str, typer.Option("-o", "--output", metavar="md|json|jsonl|csv", help="Form of the result on stdout.")] = "md",
@@ -85,7 +82,9 @@ def ladder(
     of two models: sum (t0 + tail/link) and overlap (max(t0, tail/link)). The weights are loaded once, with --peer once a rung. The ceilings
     take 2.5 GiB of device memory before the first load, or 1 GiB under a small cap, and give them back. Exit code 1 when a rung holds more device memory than its cap,
     or misses a needle that a resident rung found."""
-    _check(output, backend, fill, {"--n-predict": n_predict, "--repetitions": repetitions, "--n-prompt": n_prompt})
+    options.check_form(output, ladder_results.FORMS)
+    options.check_machine(backend, device)
+    _check(fill, {"--n-predict": n_predict, "--repetitions": repetitions, "--n-prompt": n_prompt})
     given_link = options.link_option(link_gbps)
 
     from rollkv import plots, report
@@ -130,17 +129,11 @@ def ladder(
     bounds = {one: ceilings(opened.path, rates, caches[one], one) for one in cells}
     report.note(ladder_text.ceilings_line(bounds[max(cells)]))
     run = Run(opened, climb, bounds, rates, backend, device, portable, found_peer, peer_timeout)
-    found, interrupted = gather(run)
-    ladder_results.finish(opened, climb, bounds, rates, found, plot, output, interrupted)
-    if interrupted:
-        raise typer.Exit(_INTERRUPTED)
+    found, cut_short = results.collect(gather(run))
+    ladder_results.finish(opened, climb, bounds, rates, found, plot, output, cut_short)
 
 
-def _check(output: str, backend: str, fill: str, counts: Mapping[str, int | None]) -> None:
-    if output not in ladder_results.FORMS:
-        raise UsageError(f"-o {output!r} is not known; choose {', '.join(ladder_results.FORMS[:-1])} or {ladder_results.FORMS[-1]}")
-    if backend not in ("auto", "cuda", "host"):
-        raise UsageError(f"--backend {backend!r} is not known; choose auto, cuda or host")
+def _check(fill: str, counts: Mapping[str, int | None]) -> None:
     if fill not in ("prompt", "random"):
         raise UsageError(f"--fill {fill!r} is not known; choose prompt or random")
     for option, value in counts.items():

@@ -29,6 +29,8 @@ def page(
     else:
         title = f"{model.path.name}{_machine(rows)}, {words}: behind {_cells(rows)}; ceilings at the largest depth"
     parts = [title, ceilings_line(bounds)]
+    if not rows:
+        return "\n\n".join(parts) + "\n"
     if len(variants) > 1:
         parts.append(ladder_compare.table([rows_of(config, rows, peers=False) for config in variants.values()], list(variants)))
     for variant, config in variants.items():

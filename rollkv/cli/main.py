@@ -25,11 +25,10 @@ from rollkv.cli.needle import needle
 from rollkv.cli.plan import plan
 from rollkv.cli.synth import synth
 from rollkv.cli.tokenize import tokenize
-from rollkv.errors import OutOfMemoryError, RollkvError
+from rollkv.errors import Interrupted, OutOfMemoryError, RollkvError
 
 INTERNAL_FAULT = 70
 CANNOT_WRITE = 74
-INTERRUPTED = 130
 _COMMAND_LINE_ERROR = typer.BadParameter.__mro__[2]  # the base of all errors that the parser raises; typer has no public name for it
 
 _OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
@@ -99,7 +98,7 @@ def _dispatch(arguments: Sequence[str]) -> int:
     except typer.Exit as done:
         return done.exit_code
     except (KeyboardInterrupt, typer.Abort):
-        return _fail(arguments, "interrupted", "Interrupted", INTERRUPTED)
+        return _fail(arguments, "interrupted", Interrupted.__name__, Interrupted.exit_code)
     except RollkvError as error:
         if os.environ.get("ROLLKV_DEBUG") == "1":
             traceback.print_exc()

@@ -9,7 +9,7 @@ import os
 import shutil
 import tempfile
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -186,7 +186,7 @@ def compare(
     limits: Callable[[RunSpec], Limits],
     progress_for: ProgressFor,
     describe: Describe,
-) -> Iterator[EquivRow]:
+) -> Generator[EquivRow, None, None]:
     """Runs every candidate over the reference's tokens and yields what it came to."""
     for spec in specs:
         wanted = limits(spec)

@@ -477,6 +477,21 @@ def test_needles_are_asked_for_behind_the_timed_steps(config):
     assert lost_needles([fine, streamed]) == ["resident"] and lost_needles([result, streamed]) == [] and lost_needles([fine, fine]) == []
 
 
+@pytest.mark.parametrize(
+    "resident,streamed,lost",
+    [((1, 1, 0), (0, 0, 0), True), ((1, 1, 0), (1, 1, 0), False), ((0, 0, 1), (1, 1, 0), True), ((0, 0, 0), (0, 0, 0), False)],
+)
+def test_needles_are_compared_by_repetition(config, resident, streamed, lost):
+    hill = Hill(config)
+    rungs = hill.tails(0, 1)
+
+    def result(rung, found, tail):
+        repetitions = tuple(task.Repetition(None, None, 4, True, (0.1,), (tail,), 9, None, bool(one)) for one in found)
+        return RungResult(rung, Climb(rungs, 8, len(found)), repetitions=repetitions)
+
+    assert lost_needles([result(rungs[0], resident, 0), result(rungs[1], streamed, 100)]) == ([rungs[1].name] if lost else [])
+
+
 def test_random_cells_stand_in_for_the_prompt(config):
     hill = Hill(config)
     (result,) = hill.run(fill="random")

@@ -16,9 +16,10 @@ from rollkv.errors import DeviceError, UsageError
 from rollkv.gguf_file import open_gguf
 from rollkv.host_backend import HostBackend
 from rollkv.roofline import ASSUMED, StepCost
+from rollkv.tasks.answers import holds, judge
 from rollkv.tasks.generate import TextModel, open_text_model
 from rollkv.tasks.haystack import NeedleRequest, build_haystack, check_request, make_needle, smallest_length
-from rollkv.tasks.needle import appending, judge, read_finished, verdict
+from rollkv.tasks.needle import appending, read_finished, verdict
 from rollkv.tokenizer import Tokenizer
 
 LLAMA = Path(__file__).parent / "fixtures" / "llama.gguf"
@@ -147,6 +148,13 @@ def test_ones_own_needle(model):
         ("The value is 9137", "length", "missed"),
         ("The value is 4821", "length", "cut off"),
         ("4,821", "length", "cut off"),
+        ("4,821,", "length", "cut off"),
+        ("4,821,73", "length", "cut off"),
+        (" ", "length", "cut off"),
+        ("", "length", "cut off"),
+        (" ", "stop_token", "missed"),
+        ("14,821,736", "stop_token", "missed"),
+        ("4,821.736", "stop_token", "missed"),
         ("The passcode is 4821736", "length", "cut off"),
         ("<think> where was it", "length", "cut off"),
         ("<think> it was 4821736 </think> 12", "length", "found"),
@@ -162,6 +170,29 @@ def test_words_score_without_case_and_blanks():
     assert judge("it is  BLUE\nCheese.", "blue cheese", "length") == "found"
     assert judge("blue cheeses", "blue cheese", "stop_token") == "missed"
     assert judge("(a+b)*c!", "(a+b)*c", "stop_token") == "found"
+
+
+def test_groups_of_three_digits_are_one_number_on_both_sides():
+    assert holds("1234", "1,234") and holds("1 234", "1,234") and holds("it is 1,234.", "1234")
+    assert not holds("2024 479", "2024479"), "four digits are no group"
+    assert not holds("12 3456", "123456") and not holds("1,2345", "12345")
+
+
+@pytest.mark.parametrize(
+    "needle,answer,question,words",
+    [
+        ("Nothing here at all.", "corn", "The road", "does not stand in --needle"),
+        ("The mill grinds corn.", "corn", None, "stands in the filler"),
+        ("The mill grinds ACORNS.", "acorn", "What?", "does not stand in --needle"),
+        ("The value is 4213.", "4213", "Is it 4,213?", "stands in the question"),
+        ("Read this sentence.", "sentence", None, "stands in the question"),
+    ],
+)
+def test_an_answer_that_proves_nothing_is_refused(chat_model, needle, answer, question, words):
+    request = NeedleRequest((600,), (0.0,), "chat", needle=needle, answer=answer, question=question)
+    with pytest.raises(UsageError, match=words):
+        check_request(chat_model, request)
+    check_request(chat_model, replace(request, needle="The value is 4213.", answer="4213", question=None))
 
 
 # -- grids ---------------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from rollkv.errors import UsageError
-from rollkv.prose import Draws, endless_paragraphs
+from rollkv.prose import Draws, endless_paragraphs, paragraphs
+from rollkv.tasks.answers import holds
 from rollkv.tasks.generate import TextModel, TextRequest, build_prompt
 
 Style = Literal["completion", "chat"]
@@ -75,6 +76,7 @@ def check_request(model: TextModel, request: NeedleRequest) -> None:
         raise UsageError("--needle and --answer belong together; give the sentence to plant and the part of it that the reply must hold")
     if request.answer is not None and not request.answer.strip():
         raise UsageError("--answer is empty; give the text that the reply must hold")
+    _check_own_needle(request)
     smallest = smallest_length(model, request, request.lengths[0], request.depths[0])
     short = [length for length in request.lengths if length < smallest + _KEY_SPREAD]
     smallest = max([smallest, *(smallest_length(model, request, length, depth) for length in short for depth in request.depths)])
@@ -82,6 +84,20 @@ def check_request(model: TextModel, request: NeedleRequest) -> None:
         raise UsageError(
             f"--lengths {min(short)}: needle, question and reply alone take {smallest} cells; give lengths of {smallest} or more"
         )
+
+
+def _check_own_needle(request: NeedleRequest) -> None:
+    """Raises UsageError for an answer that a reply could hold without the needle, or not even with it."""
+    if request.needle is None or request.answer is None:
+        return
+    answer, question = request.answer, make_needle(request, request.lengths[0], request.depths[0]).question
+    if not holds(request.needle, answer):
+        raise UsageError(f"--answer {answer!r} does not stand in --needle as a whole; give words that the sentence holds")
+    for place, text in (("filler", "\n\n".join(paragraphs())), ("question", _content(request, "", question))):
+        if holds(text, answer):
+            raise UsageError(
+                f"--answer {answer!r} stands in the {place} too, so a reply proves nothing; give words that only the needle holds"
+            )
 
 
 def make_needle(request: NeedleRequest, length: int, depth: float) -> Needle:

@@ -4,10 +4,10 @@ from collections.abc import Callable, Sequence
 
 from rollkv.errors import UsageError
 from rollkv.prose import Draws, running_text
+from rollkv.tasks.answers import judge
 from rollkv.tasks.generate import TextModel
 from rollkv.tasks.haystack import NeedleRequest, build_haystack, smallest_length
 from rollkv.tasks.ladder import REPLY_TOKENS, Prompt
-from rollkv.tasks.needle import judge
 
 _AT_THE_BEGINNING = 0.0  # percent: in the oldest page, which is the first to leave the window
 

@@ -154,9 +154,16 @@ def bench_name(kind: str, count: int, depth: int) -> str:
 
 
 def lost_needles(results: Sequence[RungResult]) -> list[str]:
-    """Names of the rungs that missed a needle which a rung of their variant without a tail found: the same prompts must give the same replies."""
-    found = {result.rung.variant for result in results if result.ran and result.found and not result.tail_bytes}
-    return [result.rung.name for result in results if result.found is False and result.rung.variant in found]
+    """Names of the rungs that missed a needle which a rung of their variant without a tail found. A repetition reads the same prompt on every
+    rung, so each is compared with itself: the same prompts must give the same replies."""
+    found = {place for result in results if result.ran and not result.tail_bytes for place in _needles(result, found=True)}
+    return [result.rung.name for result in results if found & _needles(result, found=False)]
+
+
+def _needles(result: RungResult, *, found: bool) -> set[tuple[str, int, int]]:
+    """(variant, depth, repetition) of the needles that were found, or missed."""
+    rung = result.rung
+    return {(rung.variant, rung.depth, number) for number, repetition in enumerate(result.repetitions) if repetition.found is found}
 
 
 def over_limit(result: RungResult) -> bool | None:

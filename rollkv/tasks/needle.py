@@ -7,8 +7,6 @@ a damaged tail can pass. Yields rows, prints nothing.
 import errno
 import json
 import os
-import re
-import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -19,10 +17,11 @@ from rollkv.engine import Engine, Progress
 from rollkv.errors import OutOfMemoryError, UsageError
 from rollkv.metrics import wilson_interval
 from rollkv.pages import pages_for
+from rollkv.tasks.answers import Judgement, judge
 from rollkv.tasks.generate import Generation, TextModel, TextRequest
 from rollkv.tasks.haystack import Haystack, NeedleRequest, build_haystack, make_needle
 
-Outcome = Literal["found", "missed", "cut off", "not run"]
+Outcome = Literal[Judgement, "not run"]
 Place = Literal["window", "tail", "both"]
 Cell = tuple[int, float]  # length in cells, depth in percent
 
@@ -98,24 +97,6 @@ def not_run(request: NeedleRequest, cell: Cell) -> NeedleRow:
     """The row of a cell that was not reached."""
     needle = make_needle(request, *cell)
     return NeedleRow(*cell, request.seed, request.style, needle.text, needle.question, needle.answer, "not run")
-
-
-def judge(answer: str, value: str, stop_reason: str | None) -> Outcome:
-    """Whether `answer` holds the planted value, whole: neither part of a longer word or number, nor in other digits.
-
-    Case, width of characters, blanks and separators between groups of three digits do not matter. A reply that ran out of tokens while it
-    could still have become the value, or before it left its thoughts, is cut off: it says nothing about the needle.
-    """
-    wanted = _normalised(value)
-    out_of_tokens = stop_reason == "length"
-    for text in (_normalised(answer), _joined_digits(_normalised(answer))):
-        for match in re.finditer(rf"(?<![\w])(?<!\d[.,]){re.escape(wanted)}(?!\w|[.,]\d)", text):
-            if not (out_of_tokens and match.end() == len(text)):
-                return "found"
-    text = _joined_digits(_normalised(answer))
-    begun = any(re.search(rf"(?<!\w){re.escape(wanted[:count])}\Z", text) for count in range(1, len(wanted) + 1))
-    thinking = "<think>" in text and "</think>" not in text
-    return "cut off" if out_of_tokens and (begun or thinking) else "missed"
 
 
 def score(rows: Iterable[Mapping[str, object]]) -> Score:
@@ -248,12 +229,3 @@ def _run(
         ttft_seconds=engine.stats.ttft_seconds,
         decode_seconds=engine.stats.decode_seconds,
     )
-
-
-def _normalised(text: str) -> str:
-    return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
-
-
-def _joined_digits(text: str) -> str:
-    """ "4,821,736", "4.821.736" and "4 821 736" become "4821736"."""
-    return re.sub(r"(?<=\d)[,.'’_ ](?=\d{3}(?!\d))", "", text)

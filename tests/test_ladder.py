@@ -473,8 +473,8 @@ def test_needles_are_asked_for_behind_the_timed_steps(config):
     assert replies[0][:4] == [3, 4, 5, 6] and [rep.found for rep in result.repetitions] == [True, False]
     assert result.found is False and row_dict(result, Ceilings(Rates(), 1, 1), None)["needle_found"] is False
     fine = replace(result, repetitions=result.repetitions[:1])
-    streamed = replace(result, repetitions=tuple(replace(rep, copied_bytes=(7,)) for rep in result.repetitions))
-    assert lost_needles([fine, streamed]) == ["resident"] and lost_needles([result, streamed]) == [] and lost_needles([fine, fine]) == []
+    streamed = replace(result, repetitions=tuple(replace(rep, copied_bytes=(7,), found=False) for rep in result.repetitions))
+    assert lost_needles([fine, streamed]) == ["resident"] and lost_needles([fine, fine]) == []
 
 
 @pytest.mark.parametrize(

@@ -4,17 +4,16 @@ Arrays: `tokens` int32 [N]; `logits` float [N, vocab], or [P, vocab] with `posit
 token at every position. Further arrays are ignored. Files made by numpy.savez and savez_compressed are read too.
 """
 
-import errno
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import IO
 
 import numpy as np
 
-from rollkv.errors import OutOfMemoryError, UsageError
+from rollkv.errors import UsageError
+from rollkv.whole_file import whole_file
 
 _READ_ERRORS = (OSError, EOFError, ValueError, KeyError, NotImplementedError, zipfile.BadZipFile, RuntimeError)
 
@@ -41,10 +40,6 @@ class LogitFile:
     @property
     def vocab_size(self) -> int:
         return self._shape[1]
-
-    @property
-    def num_bytes(self) -> int:
-        return self.path.stat().st_size
 
     @contextmanager
     def rows(self) -> Iterator["RowReader"]:
@@ -107,68 +102,33 @@ class RowReader:
         return np.frombuffer(data, self._file.dtype).reshape(shape)
 
 
-class LogitFileWriter:
-    """Writes float32 logits of every position as they come. The file has its name only when it is whole; an error leaves none behind.
+@contextmanager
+def write_logits(path: Path, tokens: np.ndarray, vocab_size: int) -> Iterator[Callable[[np.ndarray], None]]:
+    """A function that takes the next rows, float32 [R, vocab], of every position. The file has its name only when it is whole; an error leaves
+    none behind. Raises as whole_file."""
+    top1: list[np.ndarray] = []
+    with whole_file(path, str(path)) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
+        _put(archive, "tokens", tokens.astype(np.int32))
+        with archive.open("logits.npy", "w", force_zip64=True) as stream:
+            header = {"descr": "<f4", "fortran_order": False, "shape": (len(tokens), vocab_size)}
+            np.lib.format.write_array_header_2_0(stream, header)
 
-    Raises OutOfMemoryError when the disk is full, UsageError when the file cannot be written at all.
-    """
+            def write(rows: np.ndarray) -> None:
+                stream.write(np.ascontiguousarray(rows, dtype="<f4").data.cast("B"))
+                top1.append(rows.argmax(1).astype(np.int32))
 
-    def __init__(self, path: Path, tokens: np.ndarray, vocab_size: int) -> None:
-        self._path, self._part = path, path.with_name(path.name + ".part")
-        self._top1: list[np.ndarray] = []
-        try:
-            with self._guarded():
-                self._begin(tokens, vocab_size)
-        except BaseException:
-            self._part.unlink(missing_ok=True)
-            raise
-
-    def __enter__(self) -> "LogitFileWriter":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        try:
-            with self._guarded():
-                self._stream.close()
-                if kind is None:
-                    self._put("top1", np.concatenate(self._top1))
-                self._archive.close()
-                if kind is None:
-                    self._part.replace(self._path)
-        finally:
-            self._part.unlink(missing_ok=True)
-
-    def write(self, rows: np.ndarray) -> None:
-        """The next rows, float32 [R, vocab]."""
-        with self._guarded():
-            self._stream.write(np.ascontiguousarray(rows, dtype="<f4").data.cast("B"))
-        self._top1.append(rows.argmax(1).astype(np.int32))
-
-    def _begin(self, tokens: np.ndarray, vocab_size: int) -> None:
-        self._archive = zipfile.ZipFile(self._part, "w", zipfile.ZIP_STORED, allowZip64=True)
-        self._put("tokens", tokens.astype(np.int32))
-        self._stream = self._archive.open("logits.npy", "w", force_zip64=True)
-        header = {"descr": "<f4", "fortran_order": False, "shape": (len(tokens), vocab_size)}
-        np.lib.format.write_array_header_2_0(self._stream, header)
-
-    def _put(self, name: str, values: np.ndarray) -> None:
-        with self._archive.open(f"{name}.npy", "w") as stream:
-            np.lib.format.write_array(stream, values, allow_pickle=False)
-
-    @contextmanager
-    def _guarded(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            kind = OutOfMemoryError if error.errno in (errno.ENOSPC, errno.EDQUOT) else UsageError
-            raise kind(
-                f"{self._path}: cannot write the logits: {error.strerror or error}; name another place, or give fewer tokens"
-            ) from error
+            yield write
+        _put(archive, "top1", np.concatenate(top1))
 
 
 def logits_bytes(num_tokens: int, vocab_size: int) -> int:
     """Disk that a written file takes, but for a few kilobytes."""
     return num_tokens * (vocab_size * 4 + 8)
+
+
+def _put(archive: zipfile.ZipFile, name: str, values: np.ndarray) -> None:
+    with archive.open(f"{name}.npy", "w") as stream:
+        np.lib.format.write_array(stream, values, allow_pickle=False)
 
 
 def _small(archive: zipfile.ZipFile, name: str) -> np.ndarray:

@@ -18,7 +18,7 @@ KERNELS = (
 # fmt: off
 FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("F0 errors", ("errors",)),
-    ("F0 .. words", ("units", "phases", "cache_dir")),
+    ("F0 .. words", ("units", "phases", "cache_dir", "whole_file")),
     ("F1 facts", ("config",)),
     ("F2 .. random bits", ("split_mix",)),
     ("F2 files and pure functions",

@@ -11,6 +11,7 @@ from rollkv.cli import options, positions, results
 from rollkv.cli.equiv_options import sizes, spec_lists, stored_reference, text_ids
 from rollkv.config import DEFAULT_UBATCH
 from rollkv.errors import RollkvError, UsageError
+from rollkv.whole_file import check_place
 
 if TYPE_CHECKING:
     from rollkv.logit_file import LogitFile
@@ -59,6 +60,9 @@ def logit_equiv(
     options.check_form(output, results.FORMS)
     if reference is not None and (save is not None or text is not None or tokens is not None):
         raise UsageError("--reference brings its own tokens and logits; leave out --text, --tokens and --save")
+
+    if save is not None:
+        check_place(save, f"--save {save}")
 
     from rollkv.counts import split_list
     from rollkv.metrics import Limits

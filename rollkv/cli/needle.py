@@ -10,6 +10,7 @@ import typer
 from rollkv.cli import options, positions, results
 from rollkv.config import DEFAULT_UBATCH
 from rollkv.errors import RollkvError, UsageError
+from rollkv.whole_file import check_place
 
 if TYPE_CHECKING:
     from rollkv.config import CacheConfig
@@ -67,6 +68,8 @@ def needle(
     options.check_form(output, results.FORMS)
     options.check_machine(backend, device)
     cap = options.size_option(vram_target, "--vram-target")
+    if out is not None:
+        check_place(out, f"--out {out}")
 
     from rollkv import plots, report
     from rollkv.counts import parse_counts, parse_percentages

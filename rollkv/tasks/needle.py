@@ -4,7 +4,6 @@ What a found needle shows: attention reached its cells, wherever they lay. What 
 a damaged tail can pass. Yields rows, prints nothing.
 """
 
-import errno
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -14,12 +13,13 @@ from pathlib import Path
 from typing import Literal
 
 from rollkv.engine import Engine, Progress
-from rollkv.errors import OutOfMemoryError, UsageError
+from rollkv.errors import UsageError
 from rollkv.metrics import wilson_interval
 from rollkv.pages import pages_for
 from rollkv.tasks.answers import Judgement, judge
 from rollkv.tasks.generate import Generation, TextModel, TextRequest
 from rollkv.tasks.haystack import Haystack, NeedleRequest, build_haystack, make_needle
+from rollkv.whole_file import cannot_write
 
 Outcome = Literal[Judgement, "not run"]
 Place = Literal["window", "tail", "both"]
@@ -174,7 +174,7 @@ def appending(path: Path | None) -> Iterator[Callable[[str], None]]:
         broken = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
         stream = path.open("ab", buffering=0)  # what a full disk refused must not be written again when the file is closed
     except OSError as error:
-        raise UsageError(f"--out {path}: cannot write it: {error.strerror or error}; name a file in a folder that exists") from error
+        raise cannot_write(f"--out {path}", error) from error
     with stream:
 
         def append(line: str) -> None:
@@ -187,8 +187,7 @@ def appending(path: Path | None) -> Iterator[Callable[[str], None]]:
                     os.truncate(path, size)
                 if not isinstance(error, OSError):
                     raise
-                kind = OutOfMemoryError if error.errno in (errno.ENOSPC, errno.EDQUOT) else UsageError
-                raise kind(f"--out {path}: cannot write it: {error.strerror or error}; free space, or name another place") from error
+                raise cannot_write(f"--out {path}", error) from error
 
         if broken:
             append("\n")

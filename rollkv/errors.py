@@ -41,6 +41,12 @@ class UnsupportedModelError(ModelFileError):
     """The file is sound; this architecture, tensor type or option of it is not supported."""
 
 
+class LogitFileError(RollkvError):
+    """A file of stored logits is damaged, incomplete, or not what it says it is."""
+
+    exit_code = 4
+
+
 class OutOfMemoryError(RollkvError):
     """Device cap, device memory, host RAM or a cgroup limit is too small for the run."""
 

@@ -168,8 +168,9 @@ class RowComparison:
 
 
 def equal_bits(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """bool [R]: rows that hold the same bits. Types other than float32 are compared as float32, which keeps every float16."""
-    left, right = (np.ascontiguousarray(x, dtype=np.float32).view(np.uint32) for x in (a, b))
+    """bool [R]: rows that hold the same bits, once both are of a type that keeps every value of either: float32, or float64 if one is."""
+    wide = max(a.dtype.itemsize, b.dtype.itemsize) > 4
+    left, right = (np.ascontiguousarray(x, np.float64 if wide else np.float32).view(np.uint64 if wide else np.uint32) for x in (a, b))
     equal: np.ndarray = (left == right).all(1)
     return equal
 

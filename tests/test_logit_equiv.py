@@ -4,6 +4,7 @@ import json
 import shutil
 import tempfile
 import tracemalloc
+import zipfile
 from collections import namedtuple
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 import engines
 from rollkv.backend import PageRun
 from rollkv.cli import main as boundary
-from rollkv.errors import CheckFailed, OutOfMemoryError, UsageError
+from rollkv.errors import CheckFailed, LogitFileError, OutOfMemoryError, UsageError
 from rollkv.host_backend import HostBackend
 from rollkv.logit_file import LogitFile, write_logits
 from rollkv.metrics import Limits
@@ -239,7 +240,7 @@ def test_files_of_others_are_read(tmp_path, save):
     assert stored.positions.tolist() == [2, 3, 8] and stored.vocab_size == 7 and stored.top1 is None
     with stored.rows() as reader:
         np.testing.assert_array_equal(np.concatenate([reader.read(1), reader.read(2)]), logits)
-        with pytest.raises(UsageError, match="too early"):
+        with pytest.raises(LogitFileError, match="too early"):
             reader.read(1)
 
 
@@ -261,28 +262,64 @@ GOOD = {"tokens": np.arange(5, dtype=np.int32), "logits": np.zeros((5, 3), np.fl
         ({"positions": np.array([-1, 1, 2, 3, 4])}, "increase"),
         ({"top1": np.zeros(4, np.int32)}, "'top1'"),
         ({"tokens": np.array([None] * 5)}, "cannot read it"),
+        ({"tokens": np.array(5)}, "'tokens' is int64 \\[\\]"),
+        ({"positions": np.array(0)}, "positions"),
+        ({"positions": np.array([2**64 - 1, 0, 1, 2, 3], np.uint64)}, "increase"),
+        ({"logits": np.zeros((5, 3), np.longdouble)}, "at most 64 bits"),
     ],
 )
 def test_wrong_files_are_refused_by_name(tmp_path, change, words):
     arrays = {name: value for name, value in (GOOD | change).items() if value is not None}
     np.savez(tmp_path / "wrong.npz", **arrays)
-    with pytest.raises(UsageError, match="wrong.npz.*" + words):
+    with pytest.raises(LogitFileError, match="wrong.npz.*" + words):
         LogitFile(tmp_path / "wrong.npz")
 
 
 def test_damaged_files_are_refused_by_name(tmp_path):
     path = tmp_path / "torn.npz"
-    with pytest.raises(UsageError, match="torn.npz: cannot read it: No such file"):
+    with pytest.raises(LogitFileError, match="torn.npz: cannot read it: No such file"):
         LogitFile(path)
     np.savez(path, **GOOD)
     data = path.read_bytes()
     path.write_bytes(data[: len(data) // 2])
-    with pytest.raises(UsageError, match="torn.npz: cannot read it"):
+    with pytest.raises(LogitFileError, match="torn.npz: cannot read it"):
         LogitFile(path)
     position = data.index(b"logits.npy") + 150  # inside the rows
     path.write_bytes(data[:position] + b"\x55" + data[position + 1 :])
-    with pytest.raises(UsageError, match="torn.npz: cannot read it"), LogitFile(path).rows() as reader:
+    with pytest.raises(LogitFileError, match="torn.npz: cannot read it"), LogitFile(path).rows() as reader:
         reader.read(5)
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+@pytest.mark.parametrize("seed", range(40))
+def test_a_file_with_wrong_bytes_is_read_or_refused(tmp_path, save, seed):
+    """Whatever the libraries underneath make of damage, it comes as the one error that names the file."""
+    rng = np.random.default_rng(seed)
+    path = tmp_path / "hurt.npz"
+    save(path, **GOOD, top1=np.arange(5), positions=np.arange(5))
+    data = bytearray(path.read_bytes())
+    for position in rng.integers(0, len(data), int(rng.integers(1, 9))):
+        data[position] = data[position] ^ (1 << int(rng.integers(8))) if rng.random() < 0.5 else int(rng.integers(256))
+    path.write_bytes(data)
+    try:
+        with LogitFile(path).rows() as reader:
+            reader.read(5)
+    except LogitFileError as error:
+        assert "hurt.npz" in str(error)
+
+
+@pytest.mark.parametrize("header", [b"{'descr': '<i4', 'shape': (5,", b"(1, 2)", b"{1: [}", b"\xff\xff"])
+def test_headers_that_are_none_are_refused_by_name(tmp_path, header):
+    path = tmp_path / "header.npz"
+    np.savez(path, **GOOD)
+    with zipfile.ZipFile(path) as archive:
+        parts = {name: archive.read(name) for name in archive.namelist()}
+    parts["tokens.npy"] = parts["tokens.npy"][:10] + header.ljust(118) + parts["tokens.npy"][128:]
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, part in parts.items():
+            archive.writestr(name, part)
+    with pytest.raises(LogitFileError, match="header.npz: cannot read it"):
+        LogitFile(path)
 
 
 def test_a_failed_run_leaves_no_file(tmp_path):
@@ -448,3 +485,9 @@ def test_a_reference_of_another_vocabulary_is_refused(capsys, tmp_path):
     np.savez(tmp_path / "ids.npz", tokens=np.array([600]), logits=np.zeros((1, 512), np.float32))
     assert command("-m", FIXTURES / "llama.gguf", "--reference", tmp_path / "ids.npz") == 2
     assert "token id 600" in capsys.readouterr().err
+    for wrong in (512, -1):
+        np.savez(tmp_path / "top.npz", tokens=np.arange(2), positions=np.array([0]), logits=np.zeros((1, 512)), top1=np.array([0, wrong]))
+        assert command("-m", FIXTURES / "llama.gguf", "--reference", tmp_path / "top.npz") == 2
+        assert f"top.npz: token id {wrong} in 'top1'" in capsys.readouterr().err
+    (tmp_path / "top.npz").write_bytes(b"no zip at all")
+    assert command("-m", FIXTURES / "llama.gguf", "--reference", tmp_path / "top.npz") == 4

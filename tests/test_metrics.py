@@ -86,6 +86,14 @@ def test_one_bit_is_seen():
     assert LOOSE.broken(found) == ()
 
 
+def test_a_wider_reference_is_not_rounded_first():
+    narrow = np.array([[1.0, 2.0], [0.5, 0.25]], np.float32)
+    wide = narrow.astype(np.float64)
+    assert equal_bits(wide, narrow).tolist() == [True, True] and equal_bits(narrow.astype(np.float16), narrow).tolist() == [True, True]
+    wide[1, 0] += 1e-12
+    assert equal_bits(wide, narrow).tolist() == [True, False] and equal_bits(narrow, wide).tolist() == [True, False]
+
+
 def test_the_sign_of_zero_is_a_bit():
     rows = np.zeros((1, 4), np.float32)
     assert not equal_bits(rows, -rows)[0]

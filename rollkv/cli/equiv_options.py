@@ -19,7 +19,7 @@ _PROSE_TOKENS = 1024
 
 
 def stored_reference(path: Path | None, model: "TextModel") -> "LogitFile | None":
-    """The logits of --reference, if they can be compared with the model. Raises UsageError."""
+    """The logits of --reference, if they can be compared with the model. Raises LogitFileError and UsageError."""
     if path is None:
         return None
     from rollkv.logit_file import LogitFile

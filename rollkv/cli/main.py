@@ -1,6 +1,6 @@
 """The command `rollkv` and its error boundary.
 
-Whatever goes wrong ends as one line on stderr and an exit code: 0 done, 1 a check failed, 2 usage, 3 device, 4 model file, 5 memory,
+Whatever goes wrong ends as one line on stderr and an exit code: 0 done, 1 a check failed, 2 usage, 3 device, 4 a damaged or unsupported file, 5 memory,
 74 the result cannot be written, 130 interrupted, 70 a fault of rollkv's own (with its traceback). With `-o json` stdout holds one JSON object in every case.
 """
 

@@ -169,9 +169,11 @@ def check_reference(reference: LogitFile, vocab_size: int) -> None:
         raise UsageError(
             f"{reference.path}: its rows have {reference.vocab_size} logits, the model has {vocab_size} tokens; give a file of the same model"
         )
-    wrong = reference.tokens[(reference.tokens < 0) | (reference.tokens >= vocab_size)]
-    if len(wrong):
-        raise UsageError(f"{reference.path}: token id {wrong[0]} is outside the vocabulary of {vocab_size}; give a file of the same model")
+    for name, ids in (("tokens", reference.tokens), ("top1", reference.top1)):
+        if ids is not None and len(wrong := ids[(ids < 0) | (ids >= vocab_size)]):
+            raise UsageError(
+                f"{reference.path}: token id {wrong[0]} in {name!r} is outside the vocabulary of {vocab_size}; give a file of the same model"
+            )
 
 
 def compare(

@@ -405,6 +405,9 @@ def test_a_saved_reference_serves_again(capsys, tmp_path, scratch):
     assert command(*model, "--reference", tmp_path / "some.npz", "--bit-equal", "-o", "json") == 0
     (row,) = json.loads(capsys.readouterr().out)["rows"]
     assert (row["rows"], row["positions"], row["full_agreement"]) == (3, 300, 1)
+    assert command(*model, "--reference", tmp_path / "some.npz", "--bit-equal") == 0
+    heading, *_, verdict = capsys.readouterr().out.splitlines()
+    assert heading.endswith("; 3 of 300 positions compared") and verdict.endswith("their limits; 3 of 300 positions compared")
 
 
 def test_caps_reach_the_plan(capsys, scratch):

@@ -175,7 +175,7 @@ def test_counts(text, value):
     assert counts.parse_count(text, "--tokens") == value
 
 
-@pytest.mark.parametrize("text", ["", "0", "0k", "-4", "4kk", "1.5", "0.3k", "ten", "4 k", "1e3", "\u0664"])
+@pytest.mark.parametrize("text", ["", "0", "0k", "-4", "4kk", "1.5", "0.3k", "ten", "4 k", "1e3", "\u0664", "9" * 400, "9" * 13 + "m"])
 def test_what_is_no_count_is_refused(text):
     with pytest.raises(UsageError, match="--tokens"):
         counts.parse_count(text, "--tokens")

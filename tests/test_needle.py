@@ -151,9 +151,7 @@ def test_ones_own_needle(model):
         ("4,821", "length", "cut off"),
         ("4,821,", "length", "cut off"),
         ("4,821,73", "length", "cut off"),
-        (" ", "length", "cut off"),
-        ("", "length", "cut off"),
-        (" ", "stop_token", "missed"),
+        ("\n \n", "length", "missed"),
         ("14,821,736", "stop_token", "missed"),
         ("4,821.736", "stop_token", "missed"),
         ("The passcode is 4821736", "length", "cut off"),
@@ -164,13 +162,18 @@ def test_ones_own_needle(model):
     ],
 )
 def test_only_the_whole_value_scores(answer, stop, outcome):
-    assert judge(answer, "4821736", stop) == outcome
+    assert judge(answer, "4821736", stop, 16) == outcome
 
 
 def test_words_score_without_case_and_blanks():
-    assert judge("it is  BLUE\nCheese.", "blue cheese", "length") == "found"
-    assert judge("blue cheeses", "blue cheese", "stop_token") == "missed"
-    assert judge("(a+b)*c!", "(a+b)*c", "stop_token") == "found"
+    assert judge("it is  BLUE\nCheese.", "blue cheese", "length", 20) == "found"
+    assert judge("blue cheeses", "blue cheese", "stop_token", 20) == "missed"
+    assert judge("(a+b)*c!", "(a+b)*c", "stop_token", 20) == "found"
+
+
+def test_a_blank_reply_is_cut_off_where_the_value_did_not_fit():
+    assert judge(" ", "4821736", "length", 1) == "cut off" and judge(" ", "4821736", "length", 8) == "missed"
+    assert judge(" ", "4821736", "stop_token", 1) == "missed", "it had its say"
 
 
 def test_groups_of_three_digits_are_one_number_on_both_sides():
@@ -406,7 +409,56 @@ def test_files_that_cannot_be_used_are_named(tmp_path, engine, capsys):
     os.mkfifo(tmp_path / "pipe")
     assert command("--out", tmp_path / "pipe", lengths="600", depths="0") == 2, "and does not wait for a writer"
     assert capsys.readouterr().err.count("--out") == 3 and not hasattr(made, "budget")
-    assert read_finished(tmp_path / "new.jsonl", {}) == ({}, 0)
+    assert read_finished(tmp_path / "new.jsonl", {}, NeedleRequest((600,), (0.0,))) == ({}, 0)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"length_asked": Infinity, "depth_asked": 0}',
+        "[" * 100_000,
+        '"text"',
+        '{"length_asked": [], "depth_asked": 0, "outcome": "found"}',
+    ],
+)
+def test_lines_that_are_no_rows_are_counted_and_left_alone(engine, capsys, tmp_path, line):
+    out = tmp_path / "rows.jsonl"
+    out.write_text(line + "\n")
+    engine()
+    assert command("--out", out, lengths="600", depths="0") == 0
+    assert ("Infinity" in line) or "1 lines are not rows" in capsys.readouterr().err
+
+
+def test_rows_that_were_changed_are_judged_anew_or_run_again(engine, capsys, tmp_path):
+    out = tmp_path / "rows.jsonl"
+    engine()
+    assert command("--out", out, lengths="600", depths="0") == 0
+    row = json.loads(out.read_text())
+    for change, ran, code in (
+        ({"answer": "nothing"}, 0, 1),
+        ({"expected": "zzz", "answer": "zzz"}, 1, 0),
+        ({"answer": 5}, 1, 0),
+        ({"place": ...}, 1, 0),
+        ({"outcome": "missed"}, 0, 0),
+    ):
+        changed = {key: value for key, value in (row | change).items() if value is not ...}
+        out.write_text(json.dumps(changed) + "\n")
+        made = engine()
+        assert command("--out", out, lengths="600", depths="0") == code and len(made.prompts) == ran, change
+
+
+def test_rows_are_ascii_whatever_they_hold(engine, tmp_path, capsys):
+    out = tmp_path / "rows.jsonl"
+    path = tmp_path / "m\udcff.gguf"  # the byte 0xff, which is no UTF-8
+    path.symlink_to(LLAMA)
+    own = ("-m", path, "--needle", "The caf\u00e9\u0085\u2028 is 4213.", "--answer", "4213", "--out", out, "-o", "jsonl")
+    for ran in (1, 0):
+        made = engine()
+        command(*own, lengths="600", depths="0")
+        assert len(made.prompts) == ran
+        printed = capsys.readouterr().out
+        assert printed.isascii() and json.loads(printed)["needle"] == own[3]
+        assert out.read_bytes().isascii() and len(out.read_text().splitlines()) == 1
 
 
 def test_verdict_needs_at_least_one_found():
@@ -430,6 +482,12 @@ def test_verdict_needs_at_least_one_found():
         (("-o", "csv"), "-o 'csv'"),
         (("--residency", "full", "--window", 512), "--residency full"),
         (("-n", 0), "--n-predict 0"),
+        (("-n", 10**20), "--n-predict 100000000000000000000"),
+        (("-c", 10**20), "--ctx-size 100000000000000000000"),
+        (("--window", 10**20), "--window 100000000000000000000"),
+        (("--dca", "on", "--dca-chunk", 10**20), "--dca-chunk 100000000000000000000"),
+        (("--vram-target", "9" * 400), "--vram-target: cannot read"),
+        (("--device", -1), "--device -1"),
     ],
 )
 def test_usage_errors_come_before_the_load(engine, capsys, arguments, words):

@@ -11,6 +11,7 @@ from rollkv.cli import ladder_results, ladder_text, options, positions, results
 from rollkv.cli.ladder_run import Run, gather, machine_rates, prompts
 from rollkv.cli.ladder_rungs import depths, one_depth
 from rollkv.config import DEFAULT_UBATCH
+from rollkv.counts import check_count
 from rollkv.errors import UsageError
 
 _DEFAULT_PROMPT = 512  # as llama-bench's
@@ -137,5 +138,4 @@ def _check(fill: str, counts: Mapping[str, int | None]) -> None:
     if fill not in ("prompt", "random"):
         raise UsageError(f"--fill {fill!r} is not known; choose prompt or random")
     for option, value in counts.items():
-        if value is not None and value < 1:
-            raise UsageError(f"{option} {value}: the value must be 1 or more")
+        check_count(value, option)

@@ -164,7 +164,7 @@ def _print(model: "TextModel", rows: "list[EquivRow]", shared: dict[str, Any], o
 
     failed = [f"{row.spec.label}: {'; '.join(row.broken)}" for row in rows if not row.passed]
     failure = "not equivalent: " + " | ".join(failed) if failed else None
-    kept = f"{len(rows)} of {len(rows)} candidates keep their limits"
+    kept = f"{len(rows)} of {len(rows)} candidates keep their limits{_part_seen(rows, shared)}"
     verdict = failure or (f"equivalent: {kept}" if cut_short is None else f"none, cut short: {kept} so far")
     source = record.source_facts("logit-equiv") | record.model_facts(model.path).as_dict() | {"utc_time": record.utc_time()}
     records = [source | shared | _asked(row.spec) | row.machine | row.as_dict() for row in rows]
@@ -185,7 +185,7 @@ def _text(model: "TextModel", rows: "list[EquivRow]", shared: dict[str, Any]) ->
     headers = ("candidate", "in tail", "equal rows", "max diff", "NMSE", "KLD mean", "99.9 %", "max", "TV mean", "same top", "real", "")
     lines = [_line(row) for row in rows]
     parts = [
-        f"{model.path.name}, {short_words(model.config)}, {shared['num_tokens']} tokens, the last {shared['decode_tokens']} one by one; reference: {shared['reference']}",
+        f"{model.path.name}, {short_words(model.config)}, {shared['num_tokens']} tokens, the last {shared['decode_tokens']} one by one; reference: {shared['reference']}{_part_seen(rows, shared)}",
         report.table(lines, headers, ("left", *["right"] * (len(headers) - 2), "left")),
     ]
     for limits in dict.fromkeys(row.limits for row in rows):
@@ -193,6 +193,12 @@ def _text(model: "TextModel", rows: "list[EquivRow]", shared: dict[str, Any]) ->
         parts.append(f"limits of {labels}: {limits.words()}")
     parts += [_difference(model, row) for row in rows if row.comparison.first_difference]
     return "\n\n".join(parts[:2]) + "\n\n" + "\n".join(parts[2:])
+
+
+def _part_seen(rows: "list[EquivRow]", shared: dict[str, Any]) -> str:
+    """What to say where the reference does not hold the logits of all tokens."""
+    seen, tokens = rows[0].comparison.rows, shared["num_tokens"]
+    return "" if seen == tokens else f"; {seen} of {tokens} positions compared"
 
 
 def _line(row: "EquivRow") -> tuple[str, ...]:

@@ -136,7 +136,7 @@ def _run(
     from rollkv.tasks import record
 
     same = {key: value for key, value in identity.items() if key != "model"}  # where the file lies does not matter
-    finished, broken = task.read_finished(out, same) if out is not None else ({}, 0)
+    finished, broken = task.read_finished(out, same, request) if out is not None else ({}, 0)
     if broken:
         report.warn(f"{out}: {broken} lines are not rows of this program and are left alone")
     cells = task.grid(request)

@@ -11,11 +11,12 @@ _GROUPED = re.compile(rf"(?<!\d)(?<!\d[.,])\d{{1,3}}([{_SEPARATORS}])\d{{3}}(?:\
 _BETWEEN_DIGITS = re.compile(rf"(?<=\d)[{_SEPARATORS}](?=\d|\Z)")
 
 
-def judge(answer: str, value: str, stop_reason: str | None) -> Judgement:
+def judge(answer: str, value: str, stop_reason: str | None, room: int) -> Judgement:
     """Whether `answer` holds the value, whole: neither part of a longer word or number, nor in other digits.
 
     Case, width of characters, blanks and separators between groups of three digits do not matter. A reply that ran out of tokens while it
-    could still have become the value, before its first word or before it left its thoughts, is cut off: it says nothing about the needle.
+    could still have become the value, or before it left its thoughts, is cut off: it says nothing about the needle. A blank one could only where
+    the value need not have fitted: room is the tokens that the reply might take, and a value is no more of them than its characters.
     """
     out_of_tokens = stop_reason == "length"
     text, wanted = _normalised(answer), _normalised(value)
@@ -23,14 +24,15 @@ def judge(answer: str, value: str, stop_reason: str | None) -> Judgement:
         for match in re.finditer(rf"(?<![\w])(?<!\d[.,]){re.escape(sought)}(?!\w|[.,]\d)", said):
             if not (out_of_tokens and match.end() == len(said)):
                 return "found"
-    begun = not text or any(_begins(said, sought) for said in (text, _bare(text)) for sought in (wanted, _bare(wanted)))
+    begun = any(_begins(said, sought) for said in (text, _bare(text)) for sought in (wanted, _bare(wanted)))
     thinking = "<think>" in text and "</think>" not in text
-    return "cut off" if out_of_tokens and (begun or thinking) else "missed"
+    too_short = not text and room <= len(value)
+    return "cut off" if out_of_tokens and (begun or thinking or too_short) else "missed"
 
 
 def holds(text: str, value: str) -> bool:
     """Whether a text that is complete would be judged to hold the value."""
-    return judge(text, value, None) == "found"
+    return judge(text, value, None, 0) == "found"
 
 
 def _begins(text: str, wanted: str) -> bool:

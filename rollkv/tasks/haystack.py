@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from rollkv.counts import check_count
 from rollkv.errors import UsageError
 from rollkv.prose import Draws, endless_paragraphs, paragraphs
 from rollkv.tasks.answers import holds
@@ -70,8 +71,7 @@ def check_request(model: TextModel, request: NeedleRequest) -> None:
         raise UsageError(f"--style {request.style!r} is not known; choose completion or chat")
     if not request.lengths or not request.depths:
         raise UsageError("the grid is empty; give at least one of --lengths and one of --depths")
-    if request.reply_tokens is not None and request.reply_tokens < 1:
-        raise UsageError(f"--n-predict {request.reply_tokens}: the value must be 1 or more")
+    check_count(request.reply_tokens, "--n-predict")
     if (request.needle is None) != (request.answer is None):
         raise UsageError("--needle and --answer belong together; give the sentence to plant and the part of it that the reply must hold")
     if request.answer is not None and not request.answer.strip():

@@ -30,9 +30,9 @@ def needle_prompt(model: TextModel, num_tokens: int, repetition: int) -> Prompt:
         stream, text = model.tokenizer.stream(), ""
         for token in reply[:REPLY_TOKENS]:
             if token in model.tokenizer.stop_ids:
-                return judge(text + stream.finish(), haystack.needle.answer, "stop_token") == "found"
+                return judge(text + stream.finish(), haystack.needle.answer, "stop_token", REPLY_TOKENS) == "found"
             text += stream.push(token)
-        return judge(text + stream.finish(), haystack.needle.answer, "length") == "found"
+        return judge(text + stream.finish(), haystack.needle.answer, "length", REPLY_TOKENS) == "found"
 
     return Prompt(tuple(ids), REPLY_TOKENS, found)
 

@@ -11,6 +11,7 @@ from rollkv.metrics import upper_quantile
 from rollkv.tasks.ceilings import Ceilings, Rates
 from rollkv.tasks.ladder import RungResult
 from rollkv.tasks.peers import LLAMA_BENCH, PeerResult
+from rollkv.units import giga
 
 SPREAD_LIMIT = 0.05
 
@@ -32,7 +33,7 @@ class Summary:
             knee = fit.knee_bytes() if fit else None
             flat |= {
                 f"fit_{name}_t0_ms": _milli(fit.t0_seconds) if fit else None,
-                f"fit_{name}_link_gbps": _giga(fit.link_rate) if fit else None,
+                f"fit_{name}_link_gbps": giga(fit.link_rate) if fit else None,
                 f"fit_{name}_knee_bytes": knee,
                 f"ceiling_{name}_error_percent": _hundred(self.ceiling_errors[name]),
             }
@@ -99,7 +100,7 @@ def row_dict(result: RungResult, bounds: Ceilings, resident: float | None) -> di
         "step_ms": _milli(seconds),
         "step_ms_stdev": _milli(deviation(steps)),
         "step_ms_p99": _milli(upper_quantile(np.array(steps), 0.99)),
-        "tail_gbps": _giga(tail / seconds),
+        "tail_gbps": giga(tail / seconds),
         "link_percent": _hundred(tail / seconds / link) if link is not None else None,
         "exposed_ms": _milli(max(seconds - resident, 0.0)) if resident is not None else None,
         "predicted_sum_ms": _milli(predicted["sum"]),
@@ -187,10 +188,6 @@ def _points(results: Sequence[RungResult]) -> list[Point]:
 
 def _milli(seconds: float | None) -> float | None:
     return None if seconds is None else 1e3 * seconds
-
-
-def _giga(rate: float | None) -> float | None:
-    return None if rate is None else rate / 1e9
 
 
 def _hundred(fraction: float | None) -> float | None:

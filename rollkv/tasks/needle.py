@@ -140,27 +140,38 @@ def heatmap(rows: Iterable[Mapping[str, object]]) -> tuple[tuple[str, ...], list
     return ("depth", *(str(length) for length in lengths)), lines
 
 
-def read_finished(path: Path, identity: Mapping[str, object]) -> tuple[dict[Cell, dict[str, object]], int]:
+def read_finished(path: Path, identity: Mapping[str, object], request: NeedleRequest) -> tuple[dict[Cell, dict[str, object]], int]:
     """(finished rows of this very run by cell, lines that could not be read) of a file of JSON lines, which need not exist.
 
-    Lines of other runs, told apart by any value of `identity`, are left alone, as are cells that were not run. Raises UsageError.
+    Lines of other runs, told apart by any value of `identity` or by another needle, are left alone, as are cells that were not run. Replies are
+    judged anew, so that what counts is what the model said. Raises UsageError.
     """
     finished: dict[Cell, dict[str, object]] = {}
     broken = 0
+    asked = {cell: not_run(request, cell) for cell in grid(request)}
     try:
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else []
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--out {path}: cannot read it: {error}; name a file of JSON lines, or a new one") from error
     for line in filter(str.strip, lines):
         try:
             row = json.loads(line)
-            cell = (int(row["length_asked"]), float(row["depth_asked"]))
-        except (ValueError, TypeError, KeyError):
+            cell = (row["length_asked"], row["depth_asked"])
+            if row["outcome"] != "not run" and cell in asked and _is_of(row, identity, asked[cell]):
+                finished[cell] = row | {"outcome": judge(row["answer"], row["expected"], row["stop_reason"], row["reply_tokens"])}
+        except (ValueError, TypeError, KeyError, RecursionError):  # no JSON, no object, fields that are missing or of another type
             broken += 1
-            continue
-        if row.get("outcome") in ("found", "missed", "cut off") and all(row.get(key) == value for key, value in identity.items()):
-            finished[cell] = row
     return finished, broken
+
+
+def _is_of(row: Mapping[str, object], identity: Mapping[str, object], asked: NeedleRow) -> bool:
+    """Whether it stands for that cell of that run. Raises KeyError when it does and has not all fields."""
+    wanted = {"needle": asked.needle, "question": asked.question, "expected": asked.expected} | dict(identity)
+    if any(row.get(key) != value for key, value in wanted.items()):
+        return False
+    if missing := asked.as_dict().keys() - row.keys():
+        raise KeyError(*missing)
+    return True
 
 
 @contextmanager
@@ -213,7 +224,7 @@ def _run(
         needle=needle.text,
         question=needle.question,
         expected=needle.answer,
-        outcome=judge(generation.text, needle.answer, generation.stop_reason),
+        outcome=judge(generation.text, needle.answer, generation.stop_reason, haystack.reply_tokens),
         answer=generation.text,
         stop_reason=generation.stop_reason,
         length=len(haystack.ids) + haystack.reply_tokens,

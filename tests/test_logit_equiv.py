@@ -412,7 +412,7 @@ def test_a_saved_reference_serves_again(capsys, tmp_path, scratch):
 
 def test_caps_reach_the_plan(capsys, scratch):
     model = ("-m", FIXTURES / "llama.gguf", "--tokens", 100, "-o", "json")
-    assert command(*model, "--vram-target", "4GiB,5GiB") == 0
+    assert command(*model, "--vram-target", "4GiB,5GiB,4096") == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert [(row["candidate"], row["vram_target_bytes"], row["residency"]) for row in rows] == [
         ("cap 4.00 GiB", 4 << 30, "auto"),
@@ -472,6 +472,11 @@ def test_text_says_what_failed_and_where_the_first_difference_is(capsys, scratch
         (["-o", "csv"], "-o 'csv'"),
         (["--text", "/nowhere.txt"], "/nowhere.txt"),
         (["--vram-target", "6GiB,x"], "--vram-target"),
+        (["--noise", "nan"], "--noise nan"),
+        (["--noise", "-1"], "--noise -1"),
+        (["--max-kld", "nan"], "--max-kld nan"),
+        (["--max-nmse", "inf"], "--max-nmse inf"),
+        (["--min-top1", "1.5"], "--min-top1 1.5: the value must be a number from 0 to 1"),
         (["--save", "/nowhere/x.npz"], "--save /nowhere/x.npz: there is no folder"),
     ],
 )
@@ -479,6 +484,14 @@ def test_usage_errors_name_the_option(capsys, arguments, words):
     assert command("-m", FIXTURES / "llama.gguf", *arguments) == 2
     out = capsys.readouterr()
     assert out.out == "" and words in out.err and out.err.count("\n") == 1
+
+
+def test_a_disk_that_is_too_small_is_told_before_the_text_is_made(capsys, scratch, monkeypatch):
+    monkeypatch.setattr(equiv, "prose_ids", lambda *_: pytest.fail("it made text"))
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 0, 1 << 36))
+    assert command("-m", FIXTURES / "llama.gguf", "--tokens", "99m") == 5
+    assert "of disk, but" in capsys.readouterr().err
 
 
 def test_a_reference_of_another_vocabulary_is_refused(capsys, tmp_path):

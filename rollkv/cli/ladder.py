@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +16,7 @@ from rollkv.counts import check_count
 from rollkv.errors import UsageError
 
 _DEFAULT_PROMPT = 512  # as llama-bench's
+_LONG_PROMPT = 1 << 20  # tokens; to make them takes seconds
 
 
 def ladder(
@@ -86,6 +88,8 @@ def ladder(
     options.check_form(output, ladder_results.FORMS)
     options.check_machine(backend, device)
     _check(fill, {"--n-predict": n_predict, "--repetitions": repetitions, "--n-prompt": n_prompt})
+    if not 0 < peer_timeout < inf:
+        raise UsageError(f"--peer-timeout {peer_timeout:g}: the value must be a finite number of seconds above zero")
     given_link = options.link_option(link_gbps)
 
     from rollkv import plots, report
@@ -103,8 +107,6 @@ def ladder(
     num_prompt = _DEFAULT_PROMPT if n_prompt is None and len(cells) > 1 else n_prompt
     opened = task.open_text_model(model or default_model())
     found_peer = None if peer is None else find_peer(peer, opened.path, device)
-    if peer_timeout <= 0:
-        raise UsageError(f"--peer-timeout {peer_timeout:g}: the value must be above zero")
     caches = {
         one: task.cache_config(
             context_size(one, n_predict, num_prompt), ubatch=ubatch, cache_type_k=cache_type_k, cache_type_v=cache_type_v
@@ -124,6 +126,8 @@ def ladder(
     rungs = in_variants(rungs, variants)
     climb = Climb(rungs, n_predict, repetitions, fill, num_prompt, num_placed, reload=found_peer is not None)  # type: ignore[arg-type]
     if fill == "prompt" and num_prompt is None:
+        if cells[0] >= _LONG_PROMPT:
+            report.note(f"making prompts of {cells[0]} tokens; '--fill random' needs none")
         prompts(opened, climb)(cells[0], 0)  # refuses a depth without room for a needle
     smallest_cap = min((rung.vram_target for rung in rungs if rung.vram_target), default=None)
     rates = replace(machine_rates(backend, device, smallest_cap), link_given=given_link)

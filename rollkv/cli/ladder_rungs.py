@@ -41,6 +41,7 @@ def depths(
     config: "ModelConfig", caches: "Mapping[int, CacheConfig]", vram_target: str | None, others: Mapping[str, object]
 ) -> "tuple[Rung, ...]":
     """A rung for every depth, resident or under the cap. Raises UsageError for options that go with a ladder at one depth."""
+    from rollkv.counts import is_range, split_list
     from rollkv.tasks.ladder import cap_rung, resident_rung
 
     given = [option for option, value in others.items() if value is not None]
@@ -50,6 +51,8 @@ def depths(
         )
     if vram_target is None:
         return tuple(resident_rung(config, cache, depth) for depth, cache in caches.items())
+    if len(split_list(vram_target, "--vram-target")) > 1 or is_range(vram_target):
+        raise UsageError(f"--vram-target {vram_target}: several depths, or --n-prompt, are measured under one cap; give one, such as 6GiB")
     cap = size_option(vram_target, "--vram-target")
     assert cap is not None
     return tuple(cap_rung(config, cache, depth, cap) for depth, cache in caches.items())

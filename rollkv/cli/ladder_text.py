@@ -22,12 +22,13 @@ def page(
     """Title, ceilings, the table that compares the variants if there are several, and for each of them its rungs and fits. rows: those of row_dict,
     peer_row and record. summaries: by variant, for rungs at one depth; none: lines of depths, beside the ceilings at the largest."""
     words = " and ".join(map(short_words, variants.values()))
+    depths = dict.fromkeys(row["depth"] for row in rows)
     if not rows:
         title = f"{model.path.name}, {words}"
     elif summaries:
         title = f"{model.path.name}{_machine(rows)}, {words}: {rows[0]['depth']} {_cells(rows)} before decode"
     else:
-        title = f"{model.path.name}{_machine(rows)}, {words}: behind {_cells(rows)}; ceilings at the largest depth"
+        title = f"{model.path.name}{_machine(rows)}, {words}: behind {', '.join(map(str, depths))} {_cells(rows)}; ceilings at the largest depth"
     parts = [title, ceilings_line(bounds)]
     if not rows:
         return "\n\n".join(parts) + "\n"
@@ -170,5 +171,7 @@ def _fit_lines(summary: "Summary") -> list[str]:
         if error is not None:
             lines.append(f"{name} model from the resident step and the measured link: off by up to {100 * error:.1f} %")
     if summary.knee_bytes is not None:
-        lines.append(f"knee: the largest measured tail within 15 % of resident is {format_size(int(summary.knee_bytes))}")
+        lines.append(
+            f"knee: the largest measured tail up to which all steps are within 15 % of resident is {format_size(int(summary.knee_bytes))}"
+        )
     return [*lines, f"verdict: {summary.verdict.words}"]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rollkv.cli import options, positions, results
-from rollkv.cli.equiv_options import sizes, spec_lists, stored_reference, text_ids
+from rollkv.cli.equiv_options import check_numbers, sizes, spec_lists, stored_reference, text_ids
 from rollkv.config import DEFAULT_UBATCH
 from rollkv.errors import RollkvError, UsageError
 from rollkv.whole_file import check_place
@@ -56,11 +56,12 @@ def logit_equiv(
     output: Annotated[str, typer.Option("-o", "--output", metavar="text|json|jsonl", help="Form of the result on stdout.")] = "text",
 ) -> None:
     """Compare the logits behind every token of a text: a resident run is the reference, other windows, caps, KV types and backends are the
-    candidates. Windows and caps must be bit-equal; other candidates keep stated limits. Any limit given replaces these. Exit code 1 when one is passed."""
+    candidates. Windows and caps must be bit-equal; other candidates keep stated limits. Any limit given replaces these. Exit code 1 when one is not kept."""
     options.check_form(output, results.FORMS)
     if reference is not None and (save is not None or text is not None or tokens is not None):
         raise UsageError("--reference brings its own tokens and logits; leave out --text, --tokens and --save")
 
+    check_numbers(noise, max_kld, max_nmse, min_top1)
     if save is not None:
         check_place(save, f"--save {save}")
 
@@ -73,7 +74,7 @@ def logit_equiv(
 
     opened = task.open_text_model(model or default_model())
     stored = stored_reference(reference, opened)
-    ids = stored.tokens.tolist() if stored else text_ids(opened, text, tokens)
+    ids = stored.tokens.tolist() if stored else text_ids(opened, text, tokens, save)
     if not 0 <= decode <= len(ids):
         raise UsageError(f"--decode {decode}: the text has {len(ids)} tokens; give a number from 0 to {len(ids)}")
     modes = split_list(dca, "--dca")

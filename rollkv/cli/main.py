@@ -104,7 +104,9 @@ def _dispatch(arguments: Sequence[str]) -> int:
             traceback.print_exc()
         return _fail(arguments, str(error), type(error).__name__, error.exit_code)
     except MemoryError:
-        return _fail(arguments, "host memory ran out; lower --ctx-size or free memory", "MemoryError", OutOfMemoryError.exit_code)
+        return _fail(
+            arguments, "host memory ran out; ask for fewer tokens or cells, or free memory", "MemoryError", OutOfMemoryError.exit_code
+        )
     except Exception as error:
         if _is_of_output(error):
             raise

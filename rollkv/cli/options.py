@@ -23,9 +23,7 @@ PreTokenizer = Annotated[
 ]
 CtxSize = Annotated[
     int | None,
-    typer.Option(
-        "-c", "--ctx-size", metavar="CELLS", help="Context length. Default: what prompt and new tokens need; in plan, the trained length."
-    ),
+    typer.Option("-c", "--ctx-size", metavar="CELLS", help="Context length. Default: what the run needs; of a plan, the trained length."),
 ]
 VramTarget = Annotated[
     str | None,

@@ -22,7 +22,7 @@ class Summary:
 
     resident_seconds: float | None
     fits: tuple[Fit, ...]
-    knee_bytes: float | None  # largest measured tail within 15 % of resident
+    knee_bytes: float | None  # largest measured tail up to which all steps are within 15 % of resident
     verdict: Verdict
     ceiling_errors: dict[str, float | None]  # by model: its largest error with resident step and measured link instead of fitted ones
 
@@ -52,7 +52,7 @@ def summarise(results: Sequence[RungResult], rates: Rates) -> Summary:
     errors: dict[str, float | None] = {"sum": None, "overlap": None}
     if resident is not None and rates.link is not None:
         errors = {fit.model: fit.worst_error(points) for fit in _expected(resident, rates.link)}
-    return Summary(resident, fits, measured_knee(points, resident), judge(points, fits), errors)
+    return Summary(resident, fits, measured_knee(points, resident), judge(points, fits, link_measured=rates.link_in is not None), errors)
 
 
 def resident_seconds(results: Sequence[RungResult]) -> float | None:
@@ -79,6 +79,7 @@ def row_dict(result: RungResult, bounds: Ceilings, resident: float | None) -> di
     if not result.ran:
         return row
     link, seconds, tail, steps = bounds.rates.link_in, result.seconds, result.tail_bytes, result.step_seconds
+    on_host = result.peak_device_bytes is None  # no device: neither memory nor link
     predicted: dict[str, float | None] = {"sum": None, "overlap": None}
     if resident is not None and bounds.rates.link is not None:
         predicted = {model.model: model.seconds(tail) for model in _expected(resident, bounds.rates.link)}
@@ -100,14 +101,14 @@ def row_dict(result: RungResult, bounds: Ceilings, resident: float | None) -> di
         "step_ms": _milli(seconds),
         "step_ms_stdev": _milli(deviation(steps)),
         "step_ms_p99": _milli(upper_quantile(np.array(steps), 0.99)),
-        "tail_gbps": giga(tail / seconds),
+        "tail_gbps": None if on_host and link is None else giga(tail / seconds),
         "link_percent": _hundred(tail / seconds / link) if link is not None else None,
         "exposed_ms": _milli(max(seconds - resident, 0.0)) if resident is not None else None,
         "predicted_sum_ms": _milli(predicted["sum"]),
         "predicted_overlap_ms": _milli(predicted["overlap"]),
         "roofline_tokens_per_second": bounds.roofline(tail),
         "peak_device_bytes": result.peak_device_bytes,
-        "limit_bytes": rung.vram_target or result.planned_bytes,
+        "limit_bytes": None if on_host else rung.vram_target or result.planned_bytes,
         "over_limit": over_limit(result),
         "needle_found": result.found,
         "warm_steps": max(repetition.warm_steps for repetition in result.repetitions),

@@ -35,7 +35,7 @@ _BACKLOG = 2 * _THREADS  # slices of up to 16 rows, 10 MB each at 152,000 tokens
 
 @dataclass(frozen=True)
 class EquivRow:
-    """What one candidate came to. `broken` names the limits that it passed."""
+    """What one candidate came to. `broken` names the limits that it did not keep."""
 
     spec: RunSpec
     comparison: Comparison

@@ -113,12 +113,13 @@ __device__ __forceinline__ uint4 fresh16(const void* address) {
   return v;
 }
 
+// Asks L2 for the line of 128 bytes at `address`.
+__device__ __forceinline__ void prefetch_line(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
+
 // Asks L2 for num_bytes from `address` on.
 template <int kThreads>
 __device__ __forceinline__ void prefetch(const void* address, int num_bytes) {
-  for (int line = threadIdx.x * 128; line < num_bytes; line += kThreads * 128) {
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const u8*>(address) + line));
-  }
+  for (int line = threadIdx.x * 128; line < num_bytes; line += kThreads * 128) prefetch_line(static_cast<const u8*>(address) + line);
 }
 
 // ---- reductions in a fixed order: the result depends on the values and the block size alone, and every thread receives it ---------

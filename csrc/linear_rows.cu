@@ -9,33 +9,36 @@
 // among its four lanes. A column with an infinity or a NaN makes its row NaN.
 // F16: x = scale * (h0 + h1 + h2), three halves, the scale a power of two for 256 columns; exact products of mma.m16n8k16.
 // BF16 and F32: a float32 is the exact sum of three bf16 numbers (8 bits of its significand each).
-// One row of x fills 3 of the 8 columns: the tensor cores idle while memory is busy, and two rows cost no more than one.
+// The tensor cores idle while memory is busy, though one row of x fills 3 of the 8 columns.
 //
 // Norm      y = r (W (x * norm)) with r = 1 / sqrt(mean(x^2) + eps): the factor of the row comes last, so the sum of squares is off the way
 //           to the first product. norm null: r is left out.
 // Gate      activation != 0: the result is activation(gate) * up. With `paired`, W's tiles of 16 rows are gate and up by turns, N counts both and
 //           y has N / 2 columns; else W is up alone, and y holds the gate and is overwritten.
 // Operands  x f32 [rows][K]; norm f32 [K] or null; planes of TYPE, weight [N, K]; bias f32 [N] or null; y f32 [rows][ldy], ldy >= its columns.
-// Mapping   a block of 8 warps takes tiles of 16 weight rows (pairs of them), one after another; warp w takes the spans w, w + 8, ... of the tile in
-//           ascending order and keeps a round of kDepth spans of weights in flight, across staging and across tiles; the first ones are on their
-//           way before the kernels before this one have ended. x is staged in shared memory, k_tile columns at a time (once, where all of K
-//           fits). Warp sums are added in the order of the warps.
+// Mapping   a block has two teams of 8 warps, which share the staged x and nothing else. A team takes tiles of 16 weight rows (pairs of them), one after
+//           another; warp w takes the spans w, w + 8, ... of the tile in ascending order and keeps a round of kDepth spans of weights in flight,
+//           across staging and across tiles; the first ones are on their way before the kernels before this one have ended. x is staged in
+//           shared memory, k_tile columns at a time (once, where all of K fits). Warp sums are added in the order of the warps.
 // Bits      a result depends on its weight row and its row of x alone: the order of operations is fixed by K and TYPE; T, kDepth, k_tile, the
 //           grid and the column of the B operand do not enter. All rounding operations are written as intrinsics, so nothing is contracted differently
 //           in different instances.
-// Bound     memory, behind a chain of about 4 us that every launch has: 0.5 us until the kernel before is seen to have ended, 1.1 until x is staged
-//           (0.7 of it until x is there), the products, 0.4 for the sums of a tile. Issue slots are the second limit: at one row about 1.3 a
-//           weight of a lane in Q4_K, of 3.9 that sm_90 has at full rate.
+// Bound     memory, behind a chain of 3 to 4 us that every launch has: until the kernel before is seen to have ended, until x is there and staged, the last
+//           products, the sums of a tile, a block's start (docs/performance.md has the clocks). Issue slots are the second limit, also while x
+//           is staged: so two teams share that. At one row every second column of B is a part of x: a lane then adds up one column instead
+//           of two. 1.2 instructions a weight of a lane in Q4_K, 1.5 in Q8_0, 1.8 in Q4_0, 2.4 in Q6_K, loads among them.
 // Rejected  codes and x as bf16: 3.3 slots a weight. Scales of x for 32 columns and a float32 multiply-add a group: Q4_K 2 slots more a weight. Weights
 //           through shared memory (cp.async, or bulk copies by one lane), 70 to 190 KB in flight, also beside the next kernel's on one
 //           multiprocessor: 24576 x 4096 in Q8_0 takes 30 us, with the next kernel let in later 33 to 40 (two of its blocks may land on one
-//           multiprocessor). Bulk prefetches into L2 ahead of the loads: 28 to 59 us.
+//           multiprocessor). Bulk prefetches into L2 ahead of the loads: 28 to 59 us. The next kernel's first weights asked into L2, x by cp.async or by
+//           bulk copies, fewer weights on their way before x has come: all slower (docs/performance.md).
 // Oracle    float64 product with quants.dequantise
 #include "activation.cuh"
 #include "quants.cuh"
 
-constexpr int kWarps = 8;
+constexpr int kWarps = 8;  // of a team
 constexpr int kThreads = kWarps * 32;
+constexpr int kSquares = 16;   // sums that a row's sum of squares is added up from
 constexpr int kUnit = 256;     // columns of x with a common scale
 constexpr int kPadBytes = 32;  // of a staged row beyond its own: so neighbouring rows lie in different banks
 
@@ -53,36 +56,31 @@ __device__ __forceinline__ void mma_half(float (&c)[4], const u32 (&a)[4], u32 b
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// a b + start over bytes; a: 16 weight rows x 32 (or 16) columns, signed or not, b: those columns x 8 digits of x.
+// a b over bytes; a: 16 weight rows x 32 (or 16) columns, signed or not, b: those columns x 8 digits of x.
 template <bool kSigned>
-__device__ __forceinline__ void mma_bytes32(int (&c)[4], const u32 (&a)[4], u32 b0, u32 b1, int start) {
+__device__ __forceinline__ void mma_bytes32(int (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   if constexpr (kSigned) {
     asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %10, %10, %10};"
         : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(start));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(0));
   } else {
     asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %10, %10, %10};"
         : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(start));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(0));
   }
 }
 template <bool kSigned>
-__device__ __forceinline__ void mma_bytes16(int (&c)[4], u32 a0, u32 a1, u32 b, int start) {
+__device__ __forceinline__ void mma_bytes16(int (&c)[4], u32 a0, u32 a1, u32 b) {
   if constexpr (kSigned) {
     asm("mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%7, %7, %7, %7};"
         : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3])
-        : "r"(a0), "r"(a1), "r"(b), "r"(start));
+        : "r"(a0), "r"(a1), "r"(b), "r"(0));
   } else {
     asm("mma.sync.aligned.m16n8k16.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%7, %7, %7, %7};"
         : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3])
-        : "r"(a0), "r"(a1), "r"(b), "r"(start));
+        : "r"(a0), "r"(a1), "r"(b), "r"(0));
   }
 }
-
-// Sums over bytes begin at the float 1.5 * 2^23, taken as an integer: as long as they stay below 2^22 the result, taken as a float, is that
-// number plus the sum, and one subtraction converts it.
-constexpr int kSumBase = 0x4b400000;
-__device__ __forceinline__ float sum_value(int c) { return __fsub_rn(__int_as_float(c), 12582912.0f); }
 
 // ---- x ----------------------------------------------------------------------------------------------------------------------------
 
@@ -102,10 +100,17 @@ __device__ __forceinline__ float4 times(const float4& v, const float4& w) {
 }
 __device__ __forceinline__ float4 times(const float4& v, float w) { return times(v, make_float4(w, w, w, w)); }
 
-__device__ __forceinline__ u32 magnitude_bits(float x) { return __float_as_uint(x) & 0x7fffffffu; }
-__device__ __forceinline__ u32 magnitude_bits(const float4& v) {
-  return max(max(magnitude_bits(v.x), magnitude_bits(v.y)), max(magnitude_bits(v.z), magnitude_bits(v.w)));
+// The larger magnitude, or NaN if either is.
+__device__ __forceinline__ float larger(float a, float b) {
+  float most;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(most) : "f"(fabsf(a)), "f"(fabsf(b)));
+  return most;
 }
+__device__ __forceinline__ float largest(const float4& v) { return larger(larger(v.x, v.y), larger(v.z, v.w)); }
+
+// Teams of a block: two, except where 128 registers a thread do not hold codes and accumulators. A block fills a multiprocessor.
+template <int TYPE, int T>
+constexpr int kTeams = T == 16 || (T == 8 && (Quant<TYPE>::kSpan == 256 || Quant<TYPE>::kKind != Kind::kBytes)) || (T == 4 && TYPE == F32) ? 1 : 2;
 
 // How x is staged, and multiplied by the weights of one span. A part of x is a column of the B operand: 3t, 3t+1, 3t+2 of row t.
 template <int TYPE, int T>
@@ -113,10 +118,12 @@ struct Product {
   using Q = Quant<TYPE>;
   static constexpr bool kBytes = Q::kKind == Kind::kBytes, kScaledX = Q::kKind != Kind::kBf16;
   static constexpr int kColumns = 3 * T;
-  static constexpr int kBlocksN = (kColumns + 7) / 8;  // of 8 columns
+  // A part is a column of the B operand, at one row every second one: then a lane has one of its two columns to add up.
+  static constexpr int kStride = T == 1 ? 2 : 1;
+  static constexpr int kBlocksN = (kColumns * kStride + 7) / 8;  // of 8 columns
   static constexpr int kSteps = Q::kSpan / kStepColumns;
   static constexpr int kPartBytes = kBytes ? 1 : 2;  // of a part of one column of x
-  static constexpr int kAtOnce = T == 1 ? 2 : 1;     // units of x that a warp loads before it stages the first of them
+  static constexpr int kStagers = kWarps * kTeams<TYPE, T>;  // warps that stage
   static constexpr bool kHasShift = [] { if constexpr (kBytes) return Q::kHasShift; else return false; }();
   static constexpr bool kInteger = [] { if constexpr (kBytes) return Q::kInteger; else return false; }();
   static constexpr int kGroup = [] { if constexpr (kBytes) return Q::kGroup; else return 32; }();
@@ -131,7 +138,7 @@ struct Product {
         : parts(memory), scales(reinterpret_cast<float*>(memory + kColumns * (k_tile * kPartBytes + kPadBytes))),
           sums(scales + (kScaledX ? (k_tile + kUnit - 1) / kUnit * T : 0)), pitch(k_tile * kPartBytes + kPadBytes) {}
     __device__ __forceinline__ float scale(int column, int part_column) const {
-      return scales[column / kUnit * T + (T == 1 ? 0 : min(part_column / 3, T - 1))];
+      return scales[u32(column) / kUnit * T + (T == 1 ? 0 : min(part_column / 3, T - 1))];
     }
   };
 
@@ -160,50 +167,49 @@ struct Product {
     }
   }
 
-  // The same as three digits each, v being in units of the last one.
-  static __device__ __forceinline__ void put_digits(const Staged& to, int t, int c, int length, const float4& v) {
-    u32 digits[4];  // least digit in the low byte
+  // The same times factor, which makes the last digit the unit, as three digits each: the bytes of the sum with 0x808080, less 128.
+  static __device__ __forceinline__ void put_digits(const Staged& to, int t, int c, int length, const float4& v, float factor) {
+    u32 sums[4];
     const float x[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
-    for (int i = 0; i < 4; i++) digits[i] = u32(__float2int_rn(x[i]) + 0x808080) ^ 0x808080u;
+    for (int i = 0; i < 4; i++) sums[i] = u32(__float2int_rn(__fmul_rn(x[i], factor)) + 0x808080);
     if (c >= length) return;
     u8* target = to.parts + (3 * t) * to.pitch + (c & ~31) + (c >> 2 & 3) * 8 + (c >> 4 & 1) * 4;
-#pragma unroll
-    for (int part = 0; part < 3; part++) {
-      const int byte = 2 - part, both = byte | (4 + byte) << 4;
-      *reinterpret_cast<u32*>(target + part * to.pitch) =
-          __byte_perm(__byte_perm(digits[0], digits[1], both), __byte_perm(digits[2], digits[3], both), 0x5410);
-    }
+    const u32 low[2] = {__byte_perm(sums[0], sums[1], 0x5140), __byte_perm(sums[2], sums[3], 0x5140)};  // the two lower digits of two columns
+    *reinterpret_cast<u32*>(target) = __byte_perm(__byte_perm(sums[0], sums[1], 0x0062), __byte_perm(sums[2], sums[3], 0x0062), 0x5410) ^ 0x80808080u;
+    *reinterpret_cast<u32*>(target + to.pitch) = __byte_perm(low[0], low[1], 0x7632) ^ 0x80808080u;
+    *reinterpret_cast<u32*>(target + 2 * to.pitch) = __byte_perm(low[0], low[1], 0x5410) ^ 0x80808080u;
   }
 
   // A unit of row t: lanes have columns c to c + 3 and c + 128 to c + 131.
   static __device__ __forceinline__ void put_unit(const Staged& to, int t, int unit, int lane, int length, float4 (&v)[2]) {
     const int c = unit * kUnit + lane * 4;
-    if constexpr (kHasShift) {
+    if constexpr (kHasShift) {  // the even lanes of a group add up its first half's columns, the odd ones its second half's
+      float sum[2];
 #pragma unroll
-      for (int i = 0; i < 2; i++) {
-        const float sum = lanes_sum<kGroup / 4>(__fadd_rn(__fadd_rn(v[i].x, v[i].y), __fadd_rn(v[i].z, v[i].w)));
-        const int column = c + i * 128;
-        if (column < length && column % kGroup == 0) to.sums[column / kGroup * T + t] = sum;
-      }
+      for (int i = 0; i < 2; i++) sum[i] = __fadd_rn(__fadd_rn(v[i].x, v[i].y), __fadd_rn(v[i].z, v[i].w));
+      const int half = lane & 1, column = c + half * 128;
+      float total = __fadd_rn(half ? sum[1] : sum[0], __shfl_xor_sync(kAllLanes, half ? sum[0] : sum[1], 1));
+#pragma unroll
+      for (int step = 2; step < kGroup / 4; step *= 2) total = __fadd_rn(total, __shfl_xor_sync(kAllLanes, total, step));
+      if (column < length && lane % (kGroup / 4) < 2) to.sums[column / kGroup * T + t] = total;
     }
+    float factor = 1.0f;
     if constexpr (kScaledX) {
-      const u32 most = __reduce_max_sync(kAllLanes, max(magnitude_bits(v[0]), magnitude_bits(v[1])));
+      const u32 most = __reduce_max_sync(kAllLanes, __float_as_uint(larger(largest(v[0]), largest(v[1]))));
       const bool finite = most < 0x7f800000u;
       // Biased exponents: of 1 / scale (digits: times 65536), and of the scale.
       int exponent = max(int(most >> 23), 27) - (kBytes ? 6 : 14);  // bytes: largest / scale in [64, 128); halves: in [2^14, 2^15)
       if (kBytes && (most & 0x7fffffu) > 0x7e0000u) exponent++;     // above 127: [63.5, 64)
-      const float factor = finite ? __uint_as_float(u32(254 + (kBytes ? 16 : 0) - exponent) << 23) : 0.0f;
+      factor = __uint_as_float(u32(254 + (kBytes ? 16 : 0) - exponent) << 23);
       if (lane == 0) to.scales[unit * T + t] = finite ? __uint_as_float(u32(exponent) << 23) : __uint_as_float(0x7fc00000u);
-#pragma unroll
-      for (int i = 0; i < 2; i++) v[i] = finite ? times(v[i], factor) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     }
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       if constexpr (kBytes) {
-        put_digits(to, t, c + i * 128, length, v[i]);
+        put_digits(to, t, c + i * 128, length, v[i], factor);
       } else {
-        put_parts(to, t, c + i * 128, length, v[i]);
+        put_parts(to, t, c + i * 128, length, kScaledX ? times(v[i], factor) : v[i]);
       }
     }
   }
@@ -211,34 +217,26 @@ struct Product {
   // Stages columns [first, first + length) of x * norm; at T = 1 adds to this thread's share of the sum of squares.
   static __device__ __forceinline__ void stage(const float* x, const float* norm, int rows, int columns, int first, int length, const Staged& to,
                                                float& squares) {
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    const int lane = threadIdx.x & 31, inside = min(length, columns - first);
     const bool aligned = columns % 4 == 0;
-    const int inside = min(length, columns - first);
 #pragma unroll 1
     for (int t = 0; t < T; t++) {
-      const float* row = x + i64(t) * columns + first;
-      const int known = t < rows ? inside : 0;
 #pragma unroll 1
-      for (int begin = warp; begin * kUnit < length; begin += kAtOnce * kWarps) {
-        float4 v[kAtOnce][2];  // all on their way before the first is waited for
+      for (int unit = threadIdx.x >> 5; unit * kUnit < length; unit += kStagers) {
+        float4 v[2];  // all on their way before the first is waited for
 #pragma unroll
-        for (int i = 0; i < kAtOnce; i++) {
-#pragma unroll
-          for (int half = 0; half < 2; half++) v[i][half] = four(row, (begin + i * kWarps) * kUnit + half * 128 + lane * 4, known, aligned);
+        for (int half = 0; half < 2; half++) {
+          const int c = unit * kUnit + half * 128 + lane * 4;
+          v[half] = four(x + i64(t) * columns + first, c, t < rows ? inside : 0, aligned);
         }
+        if (norm != nullptr) {
 #pragma unroll
-        for (int i = 0; i < kAtOnce; i++) {
-          const int unit = begin + i * kWarps;
-          if (unit * kUnit >= length) break;
-          if (norm != nullptr) {
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-              if constexpr (T == 1) squares = add_squares(squares, v[i][half]);
-              v[i][half] = times(v[i][half], four(norm + first, unit * kUnit + half * 128 + lane * 4, inside, aligned));
-            }
+          for (int half = 0; half < 2; half++) {
+            if constexpr (T == 1) squares = add_squares(squares, v[half]);
+            v[half] = times(v[half], four(norm + first, unit * kUnit + half * 128 + lane * 4, inside, aligned));
           }
-          put_unit(to, t, unit, lane, length, v[i]);
         }
+        put_unit(to, t, unit, lane, length, v);
       }
     }
   }
@@ -253,33 +251,40 @@ struct Product {
     } else if constexpr (kInteger) {
       multiply_integers(q, x, column, lane, sums);
     } else {
+      float unit[kBlocksN][2];
+      units_of(x, column, lane, unit);
 #pragma unroll
-      for (int s = 0; s < 2; s++) multiply_block(q, s, x, column + s * 32, lane, sums);
+      for (int s = 0; s < 2; s++) multiply_block(q, s, x, column + s * 32, lane, unit, sums);
     }
     if constexpr (kHasShift) add_shifts(q, x, column, lane & 3, sums);
   }
 
+  // Scales of the columns of x that a span covers, for this lane's parts.
+  static __device__ __forceinline__ void units_of(const Staged& x, int column, int lane, float (&unit)[kBlocksN][2]) {
+#pragma unroll
+    for (int n = 0; n < kBlocksN; n++) {
+#pragma unroll
+      for (int i = 0; i < 2; i++) unit[n][i] = x.scale(column, n * 8 + (lane & 3) * 2 + i);
+    }
+  }
+
   static __device__ __forceinline__ uint2 digits_of(const Staged& x, int n, int first, int lane) {
-    return *reinterpret_cast<const uint2*>(x.parts + min(n * 8 + (lane >> 2), kColumns - 1) * x.pitch + first + (lane & 3) * 8);
+    return *reinterpret_cast<const uint2*>(x.parts + min((n * 8 + (lane >> 2)) / kStride, kColumns - 1) * x.pitch + first + (lane & 3) * 8);
   }
 
   // 32 columns with a scale of their own.
-  static __device__ __forceinline__ void multiply_block(const Q& q, int s, const Staged& x, int first, int lane, Sums& sums) {
+  static __device__ __forceinline__ void multiply_block(const Q& q, int s, const Staged& x, int first, int lane, const float (&unit)[kBlocksN][2],
+                                                        Sums& sums) {
     u32 a[4];
 #pragma unroll
     for (int r = 0; r < 4; r++) a[r] = q.bytes(0, s, r >> 1, r & 1);
-    float scale[2];
-#pragma unroll
-    for (int h = 0; h < 2; h++) scale[h] = __fmul_rn(q.scale(h, s), 1.0f / float(1 << Q::up(h)));
 #pragma unroll
     for (int n = 0; n < kBlocksN; n++) {
       const uint2 b = digits_of(x, n, first, lane);
       int c[4];
-      mma_bytes32<Q::kSigned>(c, a, b.x, b.y, kSumBase);
-      const int part = n * 8 + (lane & 3) * 2;
-      const float unit[2] = {x.scale(first, part), x.scale(first, part + 1)};
+      mma_bytes32<Q::kSigned>(c, a, b.x, b.y);
 #pragma unroll
-      for (int i = 0; i < 4; i++) sums.acc[n][i] = __fmaf_rn(__fmul_rn(scale[i >> 1], unit[i & 1]), sum_value(c[i]), sums.acc[n][i]);
+      for (int i = 0; i < 4; i += kStride) sums.acc[n][i] = __fmaf_rn(__fmul_rn(q.scale(i >> 1, s), unit[n][i & 1]), __int2float_rn(c[i]), sums.acc[n][i]);
     }
   }
 
@@ -296,13 +301,12 @@ struct Product {
 #pragma unroll
       for (int step = 0; step < kSteps; step++) multiply_step(q, step, x, column + step * kStepColumns, lane, total);
     }
-    const float d[2] = {__fmul_rn(q.d(0), 1.0f / float(1 << Q::up(0))), __fmul_rn(q.d(1), 1.0f / float(1 << Q::up(1)))};
+    float unit[kBlocksN][2];
+    units_of(x, column, lane, unit);
 #pragma unroll
     for (int n = 0; n < kBlocksN; n++) {
-      const int part = n * 8 + (lane & 3) * 2;
-      const float unit[2] = {x.scale(column, part), x.scale(column, part + 1)};
 #pragma unroll
-      for (int i = 0; i < 4; i++) sums.acc[n][i] = __fmaf_rn(__fmul_rn(d[i >> 1], unit[i & 1]), __int2float_rn(total[n][i]), sums.acc[n][i]);
+      for (int i = 0; i < 4; i += kStride) sums.acc[n][i] = __fmaf_rn(__fmul_rn(q.d(i >> 1), unit[n][i & 1]), __int2float_rn(total[n][i]), sums.acc[n][i]);
     }
   }
 
@@ -317,15 +321,15 @@ struct Product {
         const uint2 b = digits_of(x, n, first + s * 32, lane);
         int c[4];
         if constexpr (kGroup == 32) {
-          mma_bytes32<Q::kSigned>(c, a, b.x, b.y, 0);
+          mma_bytes32<Q::kSigned>(c, a, b.x, b.y);
 #pragma unroll
-          for (int i = 0; i < 4; i++) total[n][i] += c[i] * q.group_scale(step, s, 0, i >> 1);
+          for (int i = 0; i < 4; i += kStride) total[n][i] += c[i] * q.group_scale(step, s, 0, i >> 1);
         } else {
 #pragma unroll
           for (int m = 0; m < 2; m++) {
-            mma_bytes16<Q::kSigned>(c, a[2 * m], a[2 * m + 1], m ? b.y : b.x, 0);
+            mma_bytes16<Q::kSigned>(c, a[2 * m], a[2 * m + 1], m ? b.y : b.x);
 #pragma unroll
-            for (int i = 0; i < 4; i++) total[n][i] += c[i] * q.group_scale(step, s, m, i >> 1);
+            for (int i = 0; i < 4; i += kStride) total[n][i] += c[i] * q.group_scale(step, s, m, i >> 1);
           }
         }
       }
@@ -361,7 +365,7 @@ struct Product {
     }
 #pragma unroll
     for (int n = 0; n < kBlocksN; n++) {
-      const uint4 b = *reinterpret_cast<const uint4*>(x.parts + min(n * 8 + g, kColumns - 1) * x.pitch + (first + t * 8) * 2);
+      const uint4 b = *reinterpret_cast<const uint4*>(x.parts + min((n * 8 + g) / kStride, kColumns - 1) * x.pitch + (first + t * 8) * 2);
       float c[4] = {};
 #pragma unroll
       for (int part = Q::kParts - 1; part >= 0; part--) {
@@ -374,7 +378,7 @@ struct Product {
         }
       }
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
+      for (int i = 0; i < 4; i += kStride) {
         if constexpr (kScaledX) {
           sums.acc[n][i] = __fmaf_rn(x.scale(first, n * 8 + t * 2 + (i & 1)), c[i], sums.acc[n][i]);
         } else {
@@ -389,35 +393,34 @@ struct Product {
     float part[3];
 #pragma unroll
     for (int p = 0; p < 3; p++) {
-      const int column = 3 * token + p;
+      const int column = (3 * token + p) * kStride;
       part[p] = __shfl_sync(kAllLanes, sums.acc[column / 8][h * 2 + column % 2], (lane & 28) + column % 8 / 2);
     }
     constexpr float kPart = kBytes ? 1.0f / 256 : 1.0f;
-    const float value = __fmaf_rn(__fmaf_rn(part[2], kPart, part[1]), kPart, part[0]);
+    float value = __fmaf_rn(__fmaf_rn(part[2], kPart, part[1]), kPart, part[0]);
+    if constexpr (kBytes) value = __fmul_rn(value, 1.0f / float(1 << Q::up(h)));
     if constexpr (kHasShift) return __fadd_rn(value, lanes_sum<4>(sums.shift[token][h]));
     return value;
   }
 };
 
-// Blocks of one multiprocessor: two, except where 128 registers a thread do not hold codes and accumulators.
-template <int TYPE, int T>
-constexpr int kMinBlocks = T == 16 || (T == 8 && (Quant<TYPE>::kSpan == 256 || Quant<TYPE>::kKind != Kind::kBytes)) || (T == 4 && TYPE == F32) ? 1 : 2;
-
-__device__ __forceinline__ float factor_of_row(const float (&warp_squares)[kWarps], int K, float eps) {
-  float sum = warp_squares[0];
+__device__ __forceinline__ float factor_of_row(const float (&squares)[kSquares], int K, float eps) {
+  float sum = squares[0];
 #pragma unroll
-  for (int w = 1; w < kWarps; w++) sum = __fadd_rn(sum, warp_squares[w]);
+  for (int w = 1; w < kSquares; w++) sum = __fadd_rn(sum, squares[w]);
   return __frcp_rn(__fsqrt_rn(__fadd_rn(__fdiv_rn(sum, float(K)), eps)));
 }
 
-// A block's tiles, one after another: gridDim.x apart, or in pairs of neighbours.
-__device__ __forceinline__ int following_tile(int tile, bool paired) {
-  if (!paired) return tile + gridDim.x;
-  return tile % 2 == 0 ? tile + 1 : tile - 1 + 2 * gridDim.x;
+__device__ __forceinline__ void team_barrier(int team) { asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "n"(kThreads) : "memory"); }
+
+// A team's tiles, one after another: `teams` apart, or in pairs of neighbours.
+__device__ __forceinline__ int following_tile(int tile, bool paired, int teams) {
+  if (!paired) return tile + teams;
+  return tile % 2 == 0 ? tile + 1 : tile - 1 + 2 * teams;
 }
 
 template <int TYPE, int T, int kDepth>
-__global__ void __launch_bounds__(kThreads, (kMinBlocks<TYPE, T>)) linear_rows(
+__global__ void __launch_bounds__(kThreads * kTeams<TYPE, T>, 1) linear_rows(
     const float* x,                                                                                              // [rows][K]
     const float* norm,                                                                                           // [K] or null
     const u8* __restrict__ p0, const u8* __restrict__ p1, const u8* __restrict__ p2, const u8* __restrict__ p3,  // planes
@@ -427,12 +430,16 @@ __global__ void __launch_bounds__(kThreads, (kMinBlocks<TYPE, T>)) linear_rows(
   using P = Product<TYPE, T>;
   using Q = Quant<TYPE>;
   extern __shared__ __align__(16) u8 dynamic[];
-  __shared__ float warp_sums[2][kWarps][T][kTileRows];  // by turns, so that a tile needs one barrier
-  __shared__ float row_factor[T], warp_squares[kWarps], gates[T][kTileRows];
+  __shared__ float warp_sums[kTeams<TYPE, T>][2][kWarps][T][kTileRows];  // by turns, so that a tile needs one barrier
+  __shared__ float row_factors[kTeams<TYPE, T>][T], squares_of[kSquares], gates_of[kTeams<TYPE, T>][T][kTileRows];
   const typename P::Staged staged(dynamic, k_tile);
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  const int team = threadIdx.x / kThreads, thread = threadIdx.x % kThreads, warp = thread >> 5, lane = threadIdx.x & 31;
+  const int teams = gridDim.x * kTeams<TYPE, T>;
+  float(&row_factor)[T] = row_factors[team];
+  float(&gates)[T][kTileRows] = gates_of[team];
   const int spans = (K + Q::kSpan - 1) / Q::kSpan, staged_spans = k_tile / Q::kSpan, tiles = (N + kTileRows - 1) / kTileRows;
-  const int first_tile = paired ? 2 * blockIdx.x : blockIdx.x;
+  const int number_of_team = team * gridDim.x + blockIdx.x, first_tile = paired ? 2 * number_of_team : number_of_team;
+  const int first_leader = paired ? 2 * blockIdx.x : blockIdx.x;  // of the first team, which has a tile as long as any has
   const Planes planes{{p0, p1, p2, p3}};
   let_next_begin();
 
@@ -442,31 +449,38 @@ __global__ void __launch_bounds__(kThreads, (kMinBlocks<TYPE, T>)) linear_rows(
     const int span = warp + d * kWarps;
     if (span < spans && first_tile < tiles) weights[d].load(planes, u32(first_tile) * spans + span, lane);
   }
+  if (norm != nullptr && threadIdx.x == 0) {  // a line a block, for all
+    for (int line = blockIdx.x; line * 32 < K; line += gridDim.x) prefetch_line(norm + line * 32);
+  }
   wait_for_previous();
 
-  // A row's sum of squares has one order: warp w has the units w, w + 8, ... in ascending order; the warps' sums are added in theirs. At T = 1
+  // A row's sum of squares has one order: part w has the units w, w + 16, ... in ascending order; the parts are added in theirs. At T = 1
   // it is taken while x is staged.
   if constexpr (T > 1) {
     if (norm != nullptr) {
 #pragma unroll 1
       for (int token = 0; token < rows; token++) {
         const float* row = x + i64(token) * K;
-        float squares = 0.0f;
-        for (int first = warp * kUnit; first < K; first += kWarps * kUnit) {
-          const int c = first + lane * 4;
-          squares = add_squares(add_squares(squares, four(row, c, K, K % 4 == 0)), four(row, c + 128, K, K % 4 == 0));
+#pragma unroll 1
+        for (int part = threadIdx.x >> 5; part < kSquares; part += P::kStagers) {
+          float squares = 0.0f;
+          for (int first = part * kUnit; first < K; first += kSquares * kUnit) {
+            const int c = first + lane * 4;
+            squares = add_squares(add_squares(squares, four(row, c, K, K % 4 == 0)), four(row, c + 128, K, K % 4 == 0));
+          }
+          squares = warp_sum(squares);
+          if (lane == 0) squares_of[part] = squares;
         }
-        squares = warp_sum(squares);
-        if (lane == 0) warp_squares[warp] = squares;
         __syncthreads();
-        if (threadIdx.x == 0) row_factor[token] = factor_of_row(warp_squares, K, eps);
+        if (thread == 0) row_factor[token] = factor_of_row(squares_of, K, eps);
         __syncthreads();
       }
     }
   }
 
   int turn = 0;
-  for (int tile = first_tile; tile < tiles; tile = following_tile(tile, paired), turn ^= 1) {
+  for (int tile = first_tile, leader = first_leader; leader < tiles;
+       tile = following_tile(tile, paired, teams), leader = following_tile(leader, paired, teams), turn ^= 1) {
     typename P::Sums sums = {};
     const bool summing = T == 1 && norm != nullptr && tile == first_tile;
     float squares = 0.0f;
@@ -478,18 +492,18 @@ __global__ void __launch_bounds__(kThreads, (kMinBlocks<TYPE, T>)) linear_rows(
         P::stage(x, norm, rows, K, first * Q::kSpan, (end - first) * Q::kSpan, staged, squares);
         if (summing && end == spans) {
           squares = warp_sum(squares);
-          if (lane == 0) warp_squares[warp] = squares;
+          if (lane == 0) squares_of[threadIdx.x >> 5] = squares;
         }
         __syncthreads();
       }
-      for (; next < end; next += kDepth * kWarps) {
+      for (; tile < tiles && next < end; next += kDepth * kWarps) {
         // One wait for all the loads of the round. Loads that are in flight at a time share a counter: a wait at a span's own place would be one
         // for the loads issued just before it too, behind the span before.
 #pragma unroll
         for (int d = 0; d < kDepth; d++) weights[d].arrive();
-        // The next round: of this tile, or the first one of the block's next tile.
+        // The next round: of this tile, or the first one of the team's next tile.
         const bool last = next + kDepth * kWarps >= spans;
-        const int ahead_tile = last ? following_tile(tile, paired) : tile, ahead = last ? warp : next + kDepth * kWarps;
+        const int ahead_tile = last ? following_tile(tile, paired, teams) : tile, ahead = last ? warp : next + kDepth * kWarps;
         const int known = ahead_tile < tiles ? spans - ahead : 0;
         const u32 number = u32(ahead_tile) * spans + ahead;
 #pragma unroll
@@ -499,22 +513,23 @@ __global__ void __launch_bounds__(kThreads, (kMinBlocks<TYPE, T>)) linear_rows(
         }
       }
     }
-    if (summing && threadIdx.x == 0) row_factor[0] = factor_of_row(warp_squares, K, eps);  // read behind the next barrier
+    if (tile >= tiles) continue;
+    if (summing && thread == 0) row_factor[0] = factor_of_row(squares_of, K, eps);  // read behind the next barrier
 
 #pragma unroll
     for (int token = 0; token < T; token++) {
 #pragma unroll
       for (int h = 0; h < 2; h++) {
         const float value = P::collect(sums, token, h, lane);
-        if ((lane & 3) == (token & 3)) warp_sums[turn][warp][token][(lane >> 2) + 8 * h] = value;
+        if ((lane & 3) == (token & 3)) warp_sums[team][turn][warp][token][(lane >> 2) + 8 * h] = value;
       }
     }
-    __syncthreads();
-    const int row = threadIdx.x % kTileRows, token = threadIdx.x / kTileRows;
+    team_barrier(team);
+    const int row = thread % kTileRows, token = thread / kTileRows;
     if (token < T && token < rows && tile * kTileRows + row < N) {
-      float value = warp_sums[turn][0][token][row];
+      float value = warp_sums[team][turn][0][token][row];
 #pragma unroll
-      for (int w = 1; w < kWarps; w++) value = __fadd_rn(value, warp_sums[turn][w][token][row]);
+      for (int w = 1; w < kWarps; w++) value = __fadd_rn(value, warp_sums[team][turn][w][token][row]);
       if (norm != nullptr) value = __fmul_rn(value, row_factor[token]);
       if (bias != nullptr) value = __fadd_rn(value, bias[tile * kTileRows + row]);
       if (paired && tile % 2 == 0) {

@@ -22,8 +22,8 @@ from tabulate import tabulate
 from rollkv.counts import parse_depths, parse_sizes, spread_evenly
 from rollkv.cuda.driver import DriverCalls, find_device
 from rollkv.cuda.nvml import ProcessMemory
-from rollkv.engine import plan
 from rollkv.errors import OutOfMemoryError
+from rollkv.startup import plan
 from rollkv.tasks.generate import cache_config
 from rollkv.tasks.ladder import context_size
 from rollkv.units import MIB, round_up

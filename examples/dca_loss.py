@@ -1,10 +1,11 @@
 """How well a real model reads on beyond the length it was trained for: the mean loss of the next token by position, with plain RoPE and with dual chunk
 attention, in nats.
 
-usage: python examples/dca_loss.py TEXT.txt [-m MODEL.gguf] [--edges 1k,4k,8k,12k,16k,20k,24k] [--dca-chunk C --dca-local L] [--backend auto|cuda|host]
+usage: python examples/dca_loss.py TEXT.txt [-m MODEL.gguf] [--edges 1k,4k,8k,12k,16k,20k,24k] [--dca-chunk C --dca-local L --rope-original-ctx N] [--backend auto|cuda|host]
 TEXT holds at least as many tokens as the last edge. docs/dca.md uses The Adventures of Sherlock Holmes (Project Gutenberg, number 1661), which is in the
 public domain. Both runs read the same tokens on one load of the weights. The last lines compare what lies beyond the trained length with the
-last range before it.
+last range before it. With dual chunk attention scores are raised by the length of the whole text from its first token on, if it is longer than the original
+context; --rope-original-ctx N, of the length of the text, leaves that out.
 """
 
 import argparse
@@ -15,9 +16,10 @@ from tabulate import tabulate
 
 from rollkv.counts import parse_counts
 from rollkv.dual_chunk import DualChunkRequest, short_words, with_dual_chunk
-from rollkv.engine import Engine, load
+from rollkv.engine import Engine
 from rollkv.models import default_model
 from rollkv.report import PhaseProgress
+from rollkv.startup import load
 from rollkv.tasks.generate import cache_config, open_text_model
 
 
@@ -42,6 +44,7 @@ def main() -> None:
     parser.add_argument("--edges", default="1k,4k,8k,12k,16k,20k,24k")
     parser.add_argument("--dca-chunk", type=int)
     parser.add_argument("--dca-local", type=int)
+    parser.add_argument("--rope-original-ctx", type=int)
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--ubatch", type=int, default=4096)
     options = parser.parse_args()
@@ -51,7 +54,7 @@ def main() -> None:
     ids = model.tokenizer.encode(options.text.read_text(encoding="utf-8-sig"))[: edges[-1] + 1]
     if len(ids) <= edges[-1]:
         parser.error(f"{options.text} has {len(ids)} tokens, {edges[-1] + 1} are wanted; give a longer text or lower --edges")
-    request = DualChunkRequest("on", options.dca_chunk, options.dca_local)
+    request = DualChunkRequest("on", options.dca_chunk, options.dca_local, options.rope_original_ctx)
     configs = model.config, with_dual_chunk(model.config, request)
     cache = cache_config(len(ids), ubatch=options.ubatch)
     with load(model.path, cache, config=configs[0], backend=options.backend) as engine:

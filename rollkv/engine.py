@@ -1,42 +1,30 @@
-"""Load a model; prefill; decode step by step. Knows token ids and no text."""
+"""Prefill; decode step by step. Knows token ids and no text."""
 
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
 from rollkv.backend import Array, Backend
-from rollkv.budget import Budget, DeviceOverhead, check_host_tail, plan_budget
+from rollkv.budget import Budget
 from rollkv.config import CacheConfig, ModelConfig, SamplingParams
-from rollkv.dual_chunk import DualChunkRequest, dual_chunk_of, with_dual_chunk
-from rollkv.errors import CheckFailed, DeviceError, OutOfMemoryError, UsageError
+from rollkv.errors import CheckFailed, UsageError
 from rollkv.gguf_file import GgufFile
-from rollkv.gguf_header import TensorData
-from rollkv.host_backend import HostBackend
-from rollkv.host_memory import host_memory
 from rollkv.kv_cache import KVCache
-from rollkv.machine_rates import known_bandwidths
 from rollkv.model.decode import Decoder
 from rollkv.model.fill import append_random
 from rollkv.model.forward import announce, choose, enter, forward, logits, move_to
-from rollkv.model.rehearsal import rehearse
 from rollkv.model.step import Model, take_workspace
-from rollkv.model_config import model_config
 from rollkv.phases import Phases
-from rollkv.roofline import ASSUMED, Bandwidths
-from rollkv.rope import check_dual_chunks
+from rollkv.run_plan import plan_on, settled
 from rollkv.sampling import check_sampling
-from rollkv.synth import open_model
-from rollkv.ubatch import plan_ubatch, shrunk_words
-from rollkv.units import format_size
-from rollkv.weights import load_weights, weight_bytes
-from rollkv.workspace import MAX_FEW_ROWS, SLAB_BYTES, linear_scratch, ropes_of, widest_added, widest_input
+from rollkv.weights import load_weights
+from rollkv.workspace import MAX_FEW_ROWS, SLAB_BYTES, ropes_of, widest_added, widest_input
 
-BackendName = Literal["auto", "cuda", "host"]
 Progress = Callable[[int, int], None]
 
 
@@ -109,6 +97,8 @@ class Engine:
         backend.synchronize()
         phases.ends("weights")
         self._begin()
+        # A dropped engine would keep the device's memory, and pinned memory whose addresses the system then hands out again.
+        weakref.finalize(self, backend.close).atexit = False
 
     def replan(self, cache: CacheConfig, vram_target: int | None = None, config: ModelConfig | None = None) -> None:
         """Plans and takes everything but the weights anew, as a fresh load with this configuration would, and forgets the sequence. config: the
@@ -122,7 +112,7 @@ class Engine:
         self.config = config or self.config
         budget = plan_on(self.backend, self.config, self._tensors, cache, vram_target, self.budget.rates)
         self.backend.reserve(run_bytes=budget.run_bytes)
-        self._allocate(_settled(cache, budget), budget)
+        self._allocate(settled(cache, budget), budget)
         self._begin()
 
     def _allocate(self, cache: CacheConfig, budget: Budget) -> None:
@@ -387,161 +377,3 @@ class Engine:
         tail_pages = max(-(-self._position // self.budget.page_cells) - self.budget.window_pages, 0)
         tail = tail_pages * self.budget.page_cells
         return self._position - tail, tail
-
-
-def plan(
-    path: str | Path, cache: CacheConfig, *, config: ModelConfig | None = None, vram_target: int | None = None, rates: Bandwidths = ASSUMED
-) -> Budget:
-    """The budget of a run from the header alone; touches no device. config: as for `load`. Raises what loading would raise."""
-    with open_model(path) as file:
-        return _budget(config or _as_declared(file, cache), file.tensors, cache, vram_target, None, rates)
-
-
-def load(
-    path: str | Path,
-    cache: CacheConfig,
-    *,
-    config: ModelConfig | None = None,
-    vram_target: int | None = None,
-    backend: BackendName = "auto",
-    device: int = 0,
-    portable: bool = False,
-    warn: Callable[[str], None] = lambda message: None,
-    on_load: Progress | None = None,
-    on_tail: Progress = lambda done, total: None,
-    phases: Phases | None = None,
-    rates: Bandwidths | None = None,
-) -> Engine:
-    """Opens a model and allocates everything; refuses before the weights load whatever would not fit.
-
-    config: the model of the file, with the rotations that with_dual_chunk gave it; None: with those that the file declares.
-    vram_target: bytes this process may hold on the device, context included; None: what is free. portable: the CUDA kernels that
-    every card can run, not those for this one. `warn` takes one-line messages, `on_load` and `on_tail` (bytes done, all bytes) of the weights, and of the
-    tail while a step waits for it, `phases` the time of each part of loading. rates: of the
-    machine, by which window and ring are chosen; None: those measured before, if any.
-    Raises ModelFileError, UnsupportedModelError, OutOfMemoryError, DeviceError, UsageError.
-    """
-    phases = phases or Phases()
-    with open_model(path) as file:
-        config = config or _as_declared(file, cache)
-        phases.ends("header")
-        check_length(config, cache.ctx_size, path, warn)
-        machine = _open_backend(backend, device, vram_target, portable, warn, on_tail)
-        phases.ends("device")
-        try:
-            engine = load_on(machine, file, config, cache, vram_target, on_load, phases, rates)
-            if (words := shrunk_words(cache, config, engine.budget)) is not None:
-                warn(words)
-        except BaseException:
-            machine.close()
-            raise
-    return engine
-
-
-def check_length(config: ModelConfig, ctx_size: int, path: str | Path, warn: Callable[[str], None]) -> None:
-    """Warns of a context in which keys may be further away than the model was trained for."""
-    dual = dual_chunk_of(config)
-    furthest, chunks = (ctx_size, "") if dual is None else (min(ctx_size, dual.chunk_cells), f" in chunks of {dual.chunk_cells}")
-    if furthest > config.context_length:
-        model = config.name or path
-        warn(f"the context of {ctx_size} cells{chunks} is longer than the {config.context_length} that {model} was trained for")
-
-
-def _as_declared(file: GgufFile, cache: CacheConfig) -> ModelConfig:
-    return with_dual_chunk(model_config(file), DualChunkRequest(), cache.page_cells)
-
-
-def load_on(
-    machine: Backend,
-    file: GgufFile,
-    config: ModelConfig,
-    cache: CacheConfig,
-    vram_target: int | None = None,
-    on_load: Progress | None = None,
-    phases: Phases | None = None,
-    rates: Bandwidths | None = None,
-) -> Engine:
-    """As load, on an open file and a backend of the caller's, which stays open if this fails."""
-    phases = phases or Phases()
-    rates = rates or known_bandwidths(None if machine.gpu is None else machine.gpu.card)
-    budget = plan_on(machine, config, file.tensors, cache, vram_target, rates)
-    phases.ends("code")
-    machine.reserve(weight_bytes=budget.weight_bytes, run_bytes=budget.run_bytes)
-    return Engine(machine, file, config, _settled(cache, budget), budget, on_load, phases)
-
-
-def plan_on(
-    machine: Backend,
-    config: ModelConfig,
-    tensors: Mapping[str, TensorData],
-    cache: CacheConfig,
-    vram_target: int | None,
-    rates: Bandwidths = ASSUMED,
-) -> Budget:
-    """The budget of a run on a backend that holds nothing, or weights alone, once its code is loaded and measured. Raises OutOfMemoryError
-    when it exceeds the cap, the device or host memory."""
-    use, limit, overhead = machine.device_use(), vram_target, None
-    if use is not None:
-        available = use.free_bytes + use.used_bytes
-        limit = vram_target or available
-        # What cannot fit beside the code that is there already is refused before more of it loads.
-        first = _budget(config, tensors, cache, limit, DeviceOverhead(use.context_bytes, use.modules_bytes, measured=True), rates)
-        machine.prepare(lambda backend: rehearse(backend, config, _settled(cache, first), tensors))
-        use = machine.device_use()
-        assert use is not None
-        overhead = DeviceOverhead(use.context_bytes, use.modules_bytes, measured=True)
-    budget = _budget(config, tensors, cache, limit, overhead, rates)
-    if use is not None and budget.total_bytes > available:
-        raise OutOfMemoryError(
-            f"the run needs {format_size(budget.total_bytes)} on the device, but {format_size(available)} of it can be had now; "
-            "free device memory, or lower --vram-target"
-        )
-    check_host_tail(budget, host_memory())
-    return budget
-
-
-def _open_backend(
-    name: BackendName, device: int, cap_bytes: int | None, portable: bool, warn: Callable[[str], None], on_tail: Progress
-) -> Backend:
-    if name == "host":
-        return HostBackend()
-    from rollkv.cuda.backend import CudaBackend  # here, so that host runs and plans do not wait for the bindings
-
-    try:
-        return CudaBackend(
-            device, cap_bytes=cap_bytes, portable=portable, warn=warn, on_tail=on_tail
-        )  # which refuses whatever the plan forgot
-    except DeviceError as error:
-        if name == "cuda":
-            raise
-        warn(
-            f"NO USABLE GPU ({error}): running the NumPy reference backend on the CPU, which is slow; --backend host says so without this warning"
-        )
-        return HostBackend()
-
-
-def budget_of(file: GgufFile, config: ModelConfig, cache: CacheConfig, cap: int | None, overhead: DeviceOverhead | None) -> Budget:
-    """The budget of a run of an open file. Raises as plan_budget does."""
-    return _budget(config, file.tensors, cache, cap, overhead, ASSUMED)
-
-
-def _budget(
-    config: ModelConfig,
-    tensors: Mapping[str, TensorData],
-    cache: CacheConfig,
-    cap: int | None,
-    overhead: DeviceOverhead | None,
-    rates: Bandwidths,
-) -> Budget:
-    check_dual_chunks(config, cache.page_cells)
-    weights = weight_bytes(config, tensors)
-
-    def make(cache: CacheConfig) -> Budget:
-        return plan_budget(config, cache, weights, linear_scratch(config, cache), cap_bytes=cap, overhead=overhead, rates=rates)
-
-    return plan_ubatch(make, cache)
-
-
-def _settled(cache: CacheConfig, budget: Budget) -> CacheConfig:
-    """The configuration with the ubatch that it was planned with."""
-    return cache if cache.ubatch == budget.ubatch else replace(cache, ubatch=budget.ubatch)

@@ -55,8 +55,8 @@ def portable(pytestconfig: pytest.Config) -> bool:
 
 @pytest.fixture
 def load_cuda(portable: bool) -> Callable[..., Any]:
-    """rollkv.engine.load on the CUDA backend."""
-    from rollkv.engine import load
+    """rollkv.startup.load on the CUDA backend."""
+    from rollkv.startup import load
 
     return partial(load, backend="cuda", portable=portable)
 

@@ -7,10 +7,11 @@ from typing import Literal
 import numpy as np
 
 from rollkv.config import CacheConfig, DualChunk, KvType, ModelConfig
-from rollkv.engine import Engine, budget_of
+from rollkv.engine import Engine
 from rollkv.gguf_file import open_gguf
 from rollkv.host_backend import HostBackend
 from rollkv.model_config import model_config
+from rollkv.run_plan import run_budget
 from rollkv.stream_plan import RingShape
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -39,7 +40,7 @@ def host_engine(
     path = FIXTURES / f"{model}.gguf" if isinstance(model, str) else model
     with open_gguf(path) as file:
         facts = with_dual_chunk(model_config(file), dual_chunk)
-        budget = budget_of(file, facts, config, None, None)
+        budget = run_budget(facts, file.tensors, config, None, None)
         if budget.ring and ring:
             budget = replace(budget, ring=ring)
         return Engine(backend or HostBackend(precision=precision, order=order), file, facts, config, budget)

@@ -14,8 +14,9 @@ from rollkv.cuda.device import DeviceArray
 from rollkv.cuda.driver import DriverCalls
 from rollkv.cuda.nvml import ProcessMemory
 from rollkv.cuda.nvrtc import Cubin, CubinCache
-from rollkv.engine import Engine, load_on
+from rollkv.engine import Engine
 from rollkv.model_config import model_config
+from rollkv.startup import load_on
 from rollkv.synth import open_model
 from rollkv.units import MIB
 

@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 
 import engines
 from rollkv.config import CacheConfig
-from rollkv.engine import Engine, _budget
+from rollkv.engine import Engine
 from rollkv.errors import OutOfMemoryError
 from rollkv.gguf_file import open_gguf
 from rollkv.host_backend import HostBackend
 from rollkv.model_config import model_config
 from rollkv.roofline import Bandwidths
+from rollkv.run_plan import run_budget
 from rollkv.units import round_up
 from rollkv.weights import weight_bytes
 from rollkv.workspace import ALIGNMENT, GRANULE_BYTES, linear_scratch, workspace_arrays
@@ -69,12 +70,12 @@ CACHES = st.builds(
 def test_every_line_of_the_budget_is_allocated(model: str, cache: CacheConfig, share: float | None, rates: Bandwidths) -> None:
     with open_gguf(engines.FIXTURES / f"{model}.gguf") as file:
         config = model_config(file)
-        resident = _budget(config, file.tensors, cache, None, None, rates)
+        resident = run_budget(config, file.tensors, cache, None, None, rates)
         budget = resident
         if share is not None:
             movable = dict(resident.device).get("resident window", 0)
             try:
-                budget = _budget(config, file.tensors, cache, resident.total_bytes - int(share * movable), None, rates)
+                budget = run_budget(config, file.tensors, cache, resident.total_bytes - int(share * movable), None, rates)
             except OutOfMemoryError:
                 reject()
         ledger = Ledger()

@@ -8,8 +8,8 @@ from types import ModuleType
 
 import pytest
 
-from rollkv.engine import plan
 from rollkv.errors import OutOfMemoryError
+from rollkv.startup import plan
 from rollkv.tasks.generate import cache_config
 from rollkv.tasks.ladder import context_size
 from rollkv.units import MIB

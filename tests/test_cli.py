@@ -84,7 +84,7 @@ class ScriptedEngine:
 def scripted(monkeypatch):
     def install(ids: list[int], failure: BaseException | None = None) -> ScriptedEngine:
         engine = ScriptedEngine(ids, failure)
-        monkeypatch.setattr("rollkv.engine.load", engine.load)
+        monkeypatch.setattr("rollkv.startup.load", engine.load)
         return engine
 
     return install

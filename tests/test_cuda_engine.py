@@ -8,11 +8,12 @@ import pytest
 
 import engines
 from rollkv.config import CacheConfig, DualChunk, SamplingParams
-from rollkv.engine import Engine, load_on
+from rollkv.engine import Engine
 from rollkv.errors import OutOfMemoryError
 from rollkv.gguf_file import open_gguf
 from rollkv.model_config import model_config
 from rollkv.sampling import choose
+from rollkv.startup import load_on
 from rollkv.units import MIB
 
 pytestmark = pytest.mark.gpu

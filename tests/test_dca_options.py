@@ -15,10 +15,10 @@ import rollkv
 from rollkv.cli import main as boundary
 from rollkv.config import CacheConfig, DualChunk, LayerConfig, ModelConfig, RopeConfig
 from rollkv.dual_chunk import DualChunkRequest, declared_by, dual_chunk_of, notes, short_words, with_dual_chunk
-from rollkv.engine import check_length, load
 from rollkv.errors import ModelFileError, UnsupportedModelError, UsageError
 from rollkv.hf_config import MAX_BYTES, MODEL_TYPES, hf_dual_chunk, read_hf_config
 from rollkv.model_config import FAMILIES, model_config
+from rollkv.startup import check_length, load
 from rollkv.synth import open_model
 from rollkv.tasks.generate import cache_config
 
@@ -335,7 +335,7 @@ def test_refusals_come_in_one_line_before_the_load(
     words: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("rollkv.engine.load", lambda *_, **__: pytest.fail("it loaded"))
+    monkeypatch.setattr("rollkv.startup.load", lambda *_, **__: pytest.fail("it loaded"))
     for name, document in [("other", json.dumps(HF)), ("empty", "{}"), ("broken", "{")]:
         (tmp_path / f"{name}.json").write_text(document)
     assert words in one_error(capsys, rollkv_command(command, "-m", TINY, *COMMANDS[command], *arguments), code)

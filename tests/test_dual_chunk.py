@@ -12,12 +12,13 @@ import engines
 import race_detector
 import test_synth
 from rollkv.config import DualChunk, ModelConfig, RopeConfig
-from rollkv.engine import Engine, budget_of
+from rollkv.engine import Engine
 from rollkv.errors import RollkvError, UnsupportedModelError, UsageError
 from rollkv.gguf_file import open_gguf
 from rollkv.host_backend import HostBackend
 from rollkv.model_config import model_config
 from rollkv.rope import Bands, bands, check_dual_chunks, rope_frequencies
+from rollkv.run_plan import run_budget
 from rollkv.stream_plan import RingShape
 from rollkv.synth import open_synth
 
@@ -113,7 +114,7 @@ def test_every_pair_scores_by_the_definition(model: str, local: int, stride: int
             config = engines.with_dual_chunk(model_config(file), chunk)
             config = replace(config, layers=config.layers[:1])
             cache = engines.cache(160, ubatch=40)
-            engine = Engine(watched, file, config, cache, budget_of(file, config, cache, None, None))
+            engine = Engine(watched, file, config, cache, run_budget(config, file.tensors, cache, None, None))
         with engine:
             engine.prefill(tokens[:length])
             while engine.position < min(length + 2 * stride, 160):
@@ -288,7 +289,7 @@ def test_needles_through_many_chunks(architecture: str) -> None:
         config = engines.with_dual_chunk(model_config(file), chunk)
         for text, planted, window in ((ids, needles, None), (more, others, 512)):
             cache = engines.cache(1700, page_cells=256, kv="f16", ubatch=512, window=window)
-            with Engine(HostBackend(), file, config, cache, budget_of(file, config, cache, None, None)) as run:
+            with Engine(HostBackend(), file, config, cache, run_budget(config, file.tensors, cache, None, None)) as run:
                 for needle in planted:
                     assert test_synth.answer(run, text, needle) == f" {needle.value}."
                     text = []
@@ -317,7 +318,7 @@ def test_what_cannot_be_had_is_refused(change: Callable[[RopeConfig], RopeConfig
     with open_gguf(engines.FIXTURES / "llama.gguf") as file:
         config = engines.with_dual_chunk(model_config(file), CHUNK)
         check_dual_chunks(config, PAGE)
-        budget_of(file, config, engines.cache(160), None, None)
+        run_budget(config, file.tensors, engines.cache(160), None, None)
         with pytest.raises(error, match=words) as caught:
-            budget_of(file, ropes(config, change), engines.cache(160), None, None)
+            run_budget(ropes(config, change), file.tensors, engines.cache(160), None, None)
         assert "\n" not in str(caught.value)

@@ -1,5 +1,6 @@
 """What the engine refuses, and how a run that goes wrong says where."""
 
+import gc
 from dataclasses import replace
 
 import numpy as np
@@ -7,9 +8,9 @@ import pytest
 
 import engines
 from rollkv.config import SamplingParams
-from rollkv.engine import load, plan
 from rollkv.errors import CheckFailed, OutOfMemoryError, UsageError
-from rollkv.host_backend import HostWeight
+from rollkv.host_backend import HostBackend, HostWeight
+from rollkv.startup import load, plan
 
 TOKENS = list(range(40))
 
@@ -74,3 +75,22 @@ def test_plan_and_engine_agree() -> None:
     assert capped.spills and capped.total_bytes <= resident - (4 << 20)
     with load(path, replace(config, residency="auto"), vram_target=resident - (4 << 20), backend="host") as engine:
         assert engine.budget == capped
+
+
+def test_a_dropped_engine_gives_everything_back() -> None:
+    """Nobody closed it, and nobody can any more."""
+
+    class Watched(HostBackend):
+        closed = 0
+
+        def close(self) -> None:
+            super().close()
+            self.closed += 1
+
+    backend = Watched()
+    engine = engines.host_engine("llama", engines.cache(32), backend=backend)
+    engine.prefill([1, 2, 3])
+    assert backend.closed == 0
+    del engine
+    gc.collect()
+    assert backend.closed == 1

@@ -18,9 +18,9 @@ from rollkv.cli.main import main
 from rollkv.cuda import backend, device, loading, pinned
 from rollkv.cuda.driver import DriverCalls
 from rollkv.cuda.nvrtc import Cubin, CubinCache
-from rollkv.engine import load
 from rollkv.errors import DeviceError, OutOfMemoryError, RollkvError
 from rollkv.machine_rates import PcieLink
+from rollkv.startup import load
 from rollkv.units import MIB
 
 OUT_OF_MEMORY, ILLEGAL_ADDRESS, LAUNCH_FAILED = 2, 700, 719

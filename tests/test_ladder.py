@@ -19,12 +19,12 @@ from rollkv.budget import Budget
 from rollkv.cli import main as boundary
 from rollkv.cli.ladder import ladder
 from rollkv.counts import parse_depths, parse_sizes, spread_evenly
-from rollkv.engine import load
 from rollkv.errors import OutOfMemoryError, UsageError
 from rollkv.ladder_fit import Fit, Point
 from rollkv.machine_rates import PcieLink
 from rollkv.model_config import model_config
 from rollkv.roofline import ASSUMED, Bandwidths, StepCost
+from rollkv.startup import load
 from rollkv.synth import open_model
 from rollkv.tasks import ceilings as probe
 from rollkv.tasks import climb
@@ -684,7 +684,7 @@ def test_a_given_link_is_reckoned_with(command, capsys, monkeypatch):
     """It takes the measured one's place in predictions and in the choice of the plan; what was measured is still told, and compared with."""
     reckoned = []
     monkeypatch.setattr("rollkv.cli.ladder.machine_rates", lambda *_: Rates(50e9, 40e9, 80e9, 4e12, PcieLink(5, 16, 5, 16)))
-    monkeypatch.setattr("rollkv.engine.load", lambda *_, **options: reckoned.append(options["rates"]) or load(*_, **options))
+    monkeypatch.setattr("rollkv.startup.load", lambda *_, **options: reckoned.append(options["rates"]) or load(*_, **options))
     assert command("--tail", "0,384KiB", "--link-gbps", 0.001, "-o", "json") == 0
     out = capsys.readouterr()
     assert "link 50.0 GB/s in" in out.err and "link reckoned with 0.0 GB/s (given)" in out.err
@@ -875,7 +875,7 @@ def test_an_interrupt_keeps_what_ran(command, capsys, monkeypatch, form, at, kep
     ],
 )
 def test_usage_errors_come_before_the_load(command, capsys, monkeypatch, arguments, words):
-    monkeypatch.setattr("rollkv.engine.load", lambda *_, **__: pytest.fail("it loaded"))
+    monkeypatch.setattr("rollkv.startup.load", lambda *_, **__: pytest.fail("it loaded"))
     assert command(*arguments) == 2
     out = capsys.readouterr()
     assert out.out == "" and words in out.err and out.err.count("\n") == 1

@@ -261,7 +261,7 @@ def follower(history: list[int], seen: int) -> int:
 def engine(monkeypatch):
     def install(**options: object) -> ReadingEngine:
         made = ReadingEngine(**options)  # type: ignore[arg-type]
-        monkeypatch.setattr("rollkv.engine.load", made.load)
+        monkeypatch.setattr("rollkv.startup.load", made.load)
         return made
 
     return install
@@ -501,7 +501,7 @@ def test_options_reach_the_engine(engine, monkeypatch):
     made = engine()
     seen = {}
     load = made.load
-    monkeypatch.setattr("rollkv.engine.load", lambda path, cache, **options: seen.update(options) or load(path, cache, **options))
+    monkeypatch.setattr("rollkv.startup.load", lambda path, cache, **options: seen.update(options) or load(path, cache, **options))
     options = (
         "--vram-target 2GiB --residency window --window 512 --ubatch 128 --cache-type-k bf16 --backend cuda --device 2 --portable".split()
     )

@@ -12,11 +12,11 @@ from fake_machine import LIBRARY_BYTES, MODULE_BYTES, Library, Machine, engine, 
 from rollkv.config import DualChunk
 from rollkv.cuda.backend import CudaBackend
 from rollkv.cuda.driver import DriverCalls
-from rollkv.engine import load_on
 from rollkv.errors import OutOfMemoryError
 from rollkv.machine_rates import MachineRates, RatesCache
 from rollkv.model_config import model_config
 from rollkv.roofline import ASSUMED, Bandwidths
+from rollkv.startup import load_on
 from rollkv.synth import open_model
 from rollkv.tasks.record import machine_facts
 from rollkv.units import MIB

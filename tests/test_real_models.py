@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from rollkv.config import CacheConfig
-from rollkv.engine import Engine, load
+from rollkv.engine import Engine
 from rollkv.models import models_dir
+from rollkv.startup import load
 from rollkv.tasks.generate import open_text_model
 
 pytestmark = pytest.mark.gpu

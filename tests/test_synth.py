@@ -11,12 +11,13 @@ import pytest
 
 from rollkv import prose, split_mix
 from rollkv.config import CacheConfig
-from rollkv.engine import Engine, budget_of
+from rollkv.engine import Engine
 from rollkv.errors import UsageError
 from rollkv.gguf_file import GgufFile, open_gguf
 from rollkv.host_backend import HostArray, HostBackend
 from rollkv.model_config import model_config, required_tensors
 from rollkv.quants import dequantise
+from rollkv.run_plan import run_budget
 from rollkv.synth import open_model, open_synth, write_gguf
 from rollkv.synth_circuit import BACKS, LOOK_BACK_SHARPNESS, MATCH_MARGIN, codewords, look_back_pairs
 from rollkv.synth_noise import Noise
@@ -33,7 +34,7 @@ def engine(
 ) -> Engine:
     config = model_config(file)
     cache = CacheConfig(ctx_size, page_cells, "f16", "f16", 512, "full" if window is None else "window", window)
-    return Engine(backend or HostBackend(), file, config, cache, budget_of(file, config, cache, None, None))
+    return Engine(backend or HostBackend(), file, config, cache, run_budget(config, file.tensors, cache, None, None))
 
 
 @dataclass(frozen=True)

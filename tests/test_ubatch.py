@@ -16,10 +16,10 @@ from rollkv.cli.logit_equiv import logit_equiv
 from rollkv.cli.main import main
 from rollkv.cli.needle import needle
 from rollkv.config import DEFAULT_UBATCH, CacheConfig
-from rollkv.engine import load, plan
 from rollkv.errors import OutOfMemoryError
 from rollkv.model_config import model_config
 from rollkv.roofline import ASSUMED, StepCost
+from rollkv.startup import load, plan
 from rollkv.synth import open_model
 from rollkv.tasks.generate import cache_config
 from rollkv.ubatch import largest_ubatch, plan_ubatch, shrunk_words

@@ -70,8 +70,8 @@ def generate(
     phases = Phases()
 
     from rollkv import report
-    from rollkv.engine import load
     from rollkv.models import default_model
+    from rollkv.startup import load
     from rollkv.tasks import generate as task
     from rollkv.units import format_rate, format_size
 

@@ -84,8 +84,8 @@ def _draw(
         for variant, config in climb.variants.items()
     ]
     cells = f"{ran[0]['depth']} {'random ' if climb.fill == 'random' else ''}cells"
-    verdicts = "; ".join(dict.fromkeys(summary.verdict.words for summary in summaries.values()))
-    ladder_plot.draw(series, bounds.roofline, path, f"{model.path.name}, {cells} before decode; {verdicts}")
+    verdicts = [f"{variant}: " * bool(variant) + summary.verdict.words for variant, summary in summaries.items()]
+    ladder_plot.draw(series, bounds.roofline, path, "\n".join((f"{model.path.name}, {cells} before decode", *verdicts)))
 
 
 def _rows(

@@ -63,7 +63,8 @@ def prompts(model: "TextModel", climb: "Climb") -> "PromptFor":
 def gather(run: Run) -> "Generator[RungResult | PeerResult, None, None]":
     """The rungs as they are measured, each with the peer's runs behind it."""
     from rollkv import report
-    from rollkv.engine import Engine, check_length, load
+    from rollkv.engine import Engine
+    from rollkv.startup import check_length, load
     from rollkv.tasks.climb import run_climb
     from rollkv.tasks.record import machine_facts
     from rollkv.units import format_rate, format_size

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any
 
 from rollkv.cli import ladder_compare
 from rollkv.cli.markdown import markdown_table, mib, number
-from rollkv.dual_chunk import facts, short_words
 
 if TYPE_CHECKING:
     from rollkv.config import ModelConfig
@@ -21,6 +20,8 @@ def page(
 ) -> str:
     """Title, ceilings, the table that compares the variants if there are several, and for each of them its rungs and fits. rows: those of row_dict,
     peer_row and record. summaries: by variant, for rungs at one depth; none: lines of depths, beside the ceilings at the largest."""
+    from rollkv.dual_chunk import short_words
+
     words = " and ".join(map(short_words, variants.values()))
     depths = dict.fromkeys(row["depth"] for row in rows)
     if not rows:
@@ -42,6 +43,8 @@ def page(
 
 def rows_of(config: "ModelConfig", rows: Sequence[Row], *, peers: bool = True) -> list[Row]:
     """The rungs that computed it, and the peers beside them."""
+    from rollkv.dual_chunk import facts
+
     wanted = facts(config)
     return [row for row in rows if (peers and row["line"] == "peer") or all(row[name] == value for name, value in wanted.items())]
 

@@ -104,8 +104,9 @@ def _run(
     output: str,
 ) -> None:
     from rollkv import report
-    from rollkv.engine import Engine, load
+    from rollkv.engine import Engine
     from rollkv.logit_file import logits_bytes
+    from rollkv.startup import load
     from rollkv.tasks import logit_equiv as equiv
     from rollkv.tasks.equiv_specs import limits_for
     from rollkv.tasks.record import machine_facts

@@ -74,8 +74,9 @@ def needle(
     from rollkv import plots, report
     from rollkv.counts import parse_counts, parse_percentages
     from rollkv.dual_chunk import short_words
-    from rollkv.engine import Engine, load
+    from rollkv.engine import Engine
     from rollkv.models import default_model
+    from rollkv.startup import load
     from rollkv.tasks import generate as task
     from rollkv.tasks.haystack import NeedleRequest, check_request
     from rollkv.units import format_size

@@ -37,10 +37,10 @@ def plan(
     given = options.link_option(link_gbps)
 
     from rollkv import dual_chunk, report
-    from rollkv.engine import check_length
-    from rollkv.engine import plan as plan_run
     from rollkv.model_config import model_config
     from rollkv.models import default_model
+    from rollkv.startup import check_length
+    from rollkv.startup import plan as plan_run
     from rollkv.synth import open_model
     from rollkv.tasks.ceilings import known_rates
     from rollkv.tasks.generate import cache_config

@@ -7,10 +7,10 @@ from math import ceil
 from rollkv.config import CacheConfig, ModelConfig
 from rollkv.counts import parse_count, parse_percentage, split_list
 from rollkv.dual_chunk import short_words
-from rollkv.engine import BackendName
 from rollkv.errors import UsageError
 from rollkv.metrics import Limits
 from rollkv.pages import pages_for
+from rollkv.startup import BackendName
 from rollkv.units import format_size
 
 DEFAULT_WINDOWS = "100%,50%,25%,1page"

@@ -15,13 +15,14 @@ from rollkv.chat import render_chat
 from rollkv.config import DEFAULT_PAGE_CELLS, DEFAULT_UBATCH, SMALLEST_UBATCH, CacheConfig, KvType, ModelConfig, SamplingParams
 from rollkv.counts import check_count
 from rollkv.dual_chunk import DualChunkRequest, Mode, with_dual_chunk
-from rollkv.engine import BackendName, Engine, Progress
-from rollkv.engine import load as load_engine
+from rollkv.engine import Engine, Progress
 from rollkv.errors import UsageError
 from rollkv.hf_config import hf_dual_chunk
 from rollkv.model_config import model_config
 from rollkv.models import default_model
 from rollkv.sampling import check_sampling
+from rollkv.startup import BackendName
+from rollkv.startup import load as load_engine
 from rollkv.stop_strings import StopStrings
 from rollkv.synth import open_model
 from rollkv.tokenizer import Tokenizer

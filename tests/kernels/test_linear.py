@@ -47,7 +47,7 @@ def test_launch_shapes_fit_every_device(qtype):
             shape = linear_rows.launch_shape(qtype, rows, outputs, columns, NUM_SMS)
             span = FORMATS[qtype].span
             assert rows <= shape.rows <= 16 and shape.rows < 2 * rows
-            assert shape.shared_bytes + linear_rows.static_shared_bytes(shape.rows) <= linear_rows.SHARED_LIMIT
+            assert shape.shared_bytes + linear_rows.static_shared_bytes(qtype, shape.rows) <= linear_rows.SHARED_LIMIT
             assert shape.staged_columns % span == 0
             if shape.staged_columns < columns and shape.depth > 1:  # a round of the warps must not straddle two stagings
                 assert shape.staged_columns % (linear_rows.WARPS * span * shape.depth) == 0
@@ -57,7 +57,7 @@ def test_launch_shapes_fit_every_device(qtype):
 
 def test_the_order_of_sums_is_no_launch_constant():
     """Which warp takes which span, and when, follows from K alone: only these constants enter a launch."""
-    assert linear_rows.Shape._fields == ("rows", "depth", "staged_columns", "shared_bytes", "blocks")
+    assert linear_rows.Shape._fields == ("rows", "depth", "staged_columns", "shared_bytes", "blocks", "threads")
     assert linear_rows.WARPS == 8
 
 
@@ -65,7 +65,7 @@ def test_wrappers_check_shapes():
     weight, launcher = described("Q4_K", (100, 512)), Recorder()
     x, out = DeviceArray(256, (3, 512), "f32"), DeviceArray(256, (3, 100), "f32")
     linear_rows.linear_rows(launcher, x, weight, out, num_sms=NUM_SMS)
-    assert launcher.launches[0][1] == (7, 1, 1) and launcher.launches[0][2] == 256
+    assert launcher.launches[0][1] == (7, 1, 1) and launcher.launches[0][2] == 512
     for bad in (
         (DeviceArray(256, (17, 512), "f32"), DeviceArray(256, (17, 100), "f32"), None),
         (DeviceArray(256, (3, 256), "f32"), out, None),

@@ -13,15 +13,13 @@ from rollkv.cuda.weights_gpu import CudaWeight
 from rollkv.quants import FORMATS, TILE_ROWS
 from rollkv.workspace import MAX_FEW_ROWS
 
-WARPS = 8
+WARPS = 8  # of a team
 _ROWS = (1, 2, 4, 8, 16)
 _PAD_BYTES = 32  # of a staged row of x
-_BLOCKS_PER_SM = 2
 SHARED_LIMIT = 99 << 10  # what a block can have on every device from compute capability 8.0 on
 
-# Columns of x staged at a time, by rows: three bytes a column and row of quantised weights, six of the others, within half of
-# SHARED_LIMIT where it can be, so that blocks share a multiprocessor. Whole turns of the warps over units of 256 columns, at one row: then the
-# order of the sum of squares does not depend on them.
+# Columns of x staged at a time, by rows: three bytes a column and row of quantised weights, six of the others, about half of SHARED_LIMIT. Whole turns
+# of 16 warps over units of 256 columns, at one row: then the order of the sum of squares does not depend on them.
 _STAGED_COLUMNS = {
     True: {1: 12288, 2: 8192, 4: 4096, 8: 2048, 16: 1024},
     False: {1: 8192, 2: 4096, 4: 2048, 8: 1024, 16: 512},
@@ -29,9 +27,10 @@ _STAGED_COLUMNS = {
 # Spans of weights in flight a warp, at one row, as far as 128 registers go: Q8_0 with 8 of them takes 7.7 us at 6144 x 4096, with 6 of them 8.5.
 _DEPTH = {
     "Q8_0": 8, "Q4_0": 8, "Q4_1": 8, "Q5_0": 8, "Q5_1": 6, "IQ4_NL": 8, "F16": 4, "BF16": 4, "F32": 2,
-    "Q4_K": 3, "Q6_K": 2, "Q2_K": 2, "Q3_K": 2, "Q5_K": 2, "IQ4_XS": 2,
+    "Q4_K": 2, "Q6_K": 2, "Q2_K": 2, "Q3_K": 2, "Q5_K": 2, "IQ4_XS": 2,
 }  # fmt: skip
 _UNIT = 256  # columns of x with a common scale
+_SQUARES = 16  # sums that a row's sum of squares is added up from
 # Types with a shift need the sums of x over the columns that share one.
 _SUM_GROUP = {"Q4_1": 32, "Q5_1": 32, "Q4_K": 32, "Q5_K": 32, "Q2_K": 16}
 
@@ -44,6 +43,7 @@ class Shape(NamedTuple):
     staged_columns: int
     shared_bytes: int  # dynamic
     blocks: int
+    threads: int  # of a block
 
 
 def _depth(qtype: str, rows: int) -> int:
@@ -60,9 +60,15 @@ def _staged_columns(qtype: str, rows: int) -> int:
     return _STAGED_COLUMNS[bool(FORMATS[qtype].metas)][rows]
 
 
-def static_shared_bytes(rows: int) -> int:
-    """Shared memory that the instance declares itself: sums of the warps, twice, gates, factors of the rows."""
-    return (2 * WARPS * TILE_ROWS * rows + rows * TILE_ROWS + rows + WARPS) * 4
+def teams(qtype: str, rows: int) -> int:
+    """Of 8 warps, which share the staged x: two of 128 registers a thread fill a multiprocessor, where that is enough for codes and accumulators."""
+    large = FORMATS[qtype].span == 256 or not FORMATS[qtype].metas
+    return 1 if rows == 16 or (rows == 8 and large) or (rows == 4 and qtype == "F32") else 2
+
+
+def static_shared_bytes(qtype: str, rows: int) -> int:
+    """Shared memory that the instance declares itself: sums of the warps, twice, gates, factors of the rows; sums of squares."""
+    return (teams(qtype, rows) * (2 * WARPS * TILE_ROWS * rows + rows * TILE_ROWS + rows) + _SQUARES) * 4
 
 
 @cache
@@ -76,8 +82,8 @@ def launch_shape(qtype: str, num_rows: int, num_outputs: int, columns: int, num_
         shared += -(-staged // _UNIT) * rows * 4
     if qtype in _SUM_GROUP:
         shared += staged // _SUM_GROUP[qtype] * rows * 4
-    blocks = min(-(-num_outputs // TILE_ROWS), num_sms * _BLOCKS_PER_SM)
-    return Shape(rows, _depth(qtype, rows), staged, shared, blocks)
+    blocks = min(-(-num_outputs // TILE_ROWS), num_sms)
+    return Shape(rows, _depth(qtype, rows), staged, shared, blocks, WARPS * 32 * teams(qtype, rows))
 
 
 @cache
@@ -177,7 +183,7 @@ def _launch(
     launcher.launch(
         spec(weight.qtype, shape.rows, shape.depth),
         (shape.blocks, 1, 1),
-        WARPS * 32,
+        shape.threads,
         x,
         norm_pointer,
         *weight.planes,

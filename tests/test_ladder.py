@@ -854,6 +854,7 @@ def test_an_interrupt_keeps_what_ran(command, capsys, monkeypatch, form, at, kep
         (("-n", 0), "--n-predict 0"),
         (("-r", 0), "--repetitions 0"),
         (("--steps", 1), "--steps 1"),
+        (("--tail", "0..1MiB", "--steps", 10**12), "--steps 1000000000000"),
         (("--tail", "1", "--vram-target", "1"), "--vram-target and --tail"),
         (("--tail", "0,1", "--steps", 4), "--steps 4"),
         (("--tail", "900GiB"), "lower --tail"),

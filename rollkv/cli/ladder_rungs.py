@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from rollkv.tasks.ladder import Rung
 
 _DEFAULT_STEPS = 8
+_MOST_STEPS = 1000
 
 
 def one_depth(
@@ -22,8 +23,8 @@ def one_depth(
 
     if vram_target is not None and tail is not None:
         raise UsageError("--vram-target and --tail are both given; give one of them")
-    if steps is not None and steps < 2:
-        raise UsageError(f"--steps {steps}: a ladder has at least 2 rungs")
+    if steps is not None and not 2 <= steps <= _MOST_STEPS:
+        raise UsageError(f"--steps {steps}: a ladder has 2 to {_MOST_STEPS} rungs")
     for option, text in (("--vram-target", vram_target), ("--tail", tail)):
         if text is not None and steps is not None and not is_range(text):
             raise UsageError(

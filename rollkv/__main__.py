@@ -2,13 +2,15 @@
 
 import sys
 
+from rollkv.errors import Interrupted
+
 
 def main() -> None:
     """Entry point of the console script."""
     try:
         from rollkv.cli.main import run
     except KeyboardInterrupt:
-        sys.exit(130)
+        sys.exit(Interrupted.exit_code)
     run()
 
 

@@ -6,8 +6,10 @@ from rollkv.errors import UsageError
 from rollkv.units import MIB, parse_size
 
 _FACTORS = {"": 1, "k": 1 << 10, "m": 1 << 20}
-_COUNT = re.compile(r"([0-9]+(?:\.[0-9]+)?)([km]?)\Z", re.IGNORECASE)
+LARGEST_COUNT = 1 << 40  # beyond any cache; all arithmetic with it is exact and ends
+_COUNT = re.compile(r"([0-9]{1,13}(?:\.[0-9]+)?)([km]?)\Z", re.IGNORECASE)
 _PERCENT = re.compile(r"([0-9]+(?:\.[0-9]+)?)%?\Z")
+_UNIT = re.compile(r"[A-Za-z]+\Z")
 _NOTHING = re.compile(r"0+(?:\.0+)?\s*([A-Za-z]*)\Z")
 
 
@@ -17,7 +19,16 @@ def parse_count(text: str, option: str) -> int:
     value = float(match[1]) * _FACTORS[match[2].lower()] if match else 0.0
     if value < 1 or value != int(value):
         raise UsageError(f"{option}: {text!r} is not a number of tokens; write a whole number above zero, such as 4096 or 4k (4 x 1024)")
+    check_count(int(value), option)
     return int(value)
+
+
+def check_count(value: int | None, option: str) -> None:
+    """Raises UsageError for a number of tokens, cells or runs below 1, or larger than any could be. None: not given."""
+    if value is not None and value < 1:
+        raise UsageError(f"{option} {value}: the value must be 1 or more")
+    if value is not None and value > LARGEST_COUNT:
+        raise UsageError(f"{option} {value}: the value must be at most {LARGEST_COUNT}; give less")
 
 
 def parse_counts(text: str, option: str) -> tuple[int, ...]:
@@ -49,8 +60,8 @@ def parse_sizes(text: str, option: str, steps: int, *, zero: bool = False) -> tu
     words = [word.strip() for word in text.split("..")] if is_range(text) else split_list(text, option)
     if is_range(text) and (len(words) != 2 or not all(words)):
         raise UsageError(f"{option}: cannot read the range {text!r}; write it as 4..6GiB")
-    unit = words[-1].lstrip("0123456789. ")
-    bare = parse_size(f"1{unit}", option) if unit else MIB
+    unit = _UNIT.search(words[-1])
+    bare = parse_size(f"1{unit[0]}", option) if unit else MIB
     sizes = tuple(0 if zero and _is_nothing(word, option) else parse_size(word, option, bare_unit=bare) for word in words)
     return spread_evenly(sizes[0], sizes[1], steps) if is_range(text) else sizes
 

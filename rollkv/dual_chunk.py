@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from rollkv.config import DEFAULT_PAGE_CELLS, DualChunk, ModelConfig, RopeConfig
+from rollkv.counts import check_count
 from rollkv.errors import UsageError
 from rollkv.rope import check_dual_chunks
 
@@ -143,8 +144,7 @@ def _dual_chunk(config: ModelConfig, request: DualChunkRequest, page_cells: int)
     trained length (so that the one is 1/12 of the other), with the stride rounded down to whole pages."""
     declared = _declared(config, request)
     for option, size in request.given().items():
-        if size < 1:
-            raise UsageError(f"{option} {size}: the value must be 1 or more")
+        check_count(size, option)
         if request.mode == "off":
             raise UsageError(f"{option} {size} is of dual chunk attention, which --dca off leaves out; leave out one of them")
         if request.mode == "auto" and declared is None:

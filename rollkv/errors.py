@@ -19,6 +19,12 @@ class CheckFailed(RollkvError):
     exit_code = 1
 
 
+class Interrupted(RollkvError):
+    """The user ended the run (Ctrl-C)."""
+
+    exit_code = 130  # 128 and the number of SIGINT, as shells say it
+
+
 class DeviceError(RollkvError):
     """No usable GPU, driver or compiler, or the device failed while running."""
 
@@ -33,6 +39,12 @@ class ModelFileError(RollkvError):
 
 class UnsupportedModelError(ModelFileError):
     """The file is sound; this architecture, tensor type or option of it is not supported."""
+
+
+class LogitFileError(RollkvError):
+    """A file of stored logits is damaged, incomplete, or not what it says it is."""
+
+    exit_code = 4
 
 
 class OutOfMemoryError(RollkvError):

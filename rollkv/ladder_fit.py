@@ -9,6 +9,7 @@ Pure functions; knows no engine and no device.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from statistics import median, stdev
 from typing import Literal
 
@@ -123,14 +124,18 @@ def fit_overlap(points: Sequence[Point]) -> Fit | None:
 
 
 def measured_knee(points: Sequence[Point], resident_seconds: float | None) -> float | None:
-    """The largest tail whose step is within KNEE of the resident one; None without a resident step or such a rung."""
+    """The largest tail up to which every step is within KNEE of the resident one; None without a resident step or such a rung."""
     if resident_seconds is None:
         return None
-    return max((point.tail_bytes for point in points if point.seconds <= (1 + KNEE) * resident_seconds), default=None)
+    slow = min((point.tail_bytes for point in points if point.seconds > (1 + KNEE) * resident_seconds), default=inf)
+    return max((point.tail_bytes for point in points if point.tail_bytes < slow), default=None)
 
 
-def judge(points: Sequence[Point], fits: Sequence[Fit]) -> Verdict:
-    """Compares the largest errors of the fitted models. Two parameters fit any two rungs, so three different tails are asked for."""
+def judge(points: Sequence[Point], fits: Sequence[Fit], *, link_measured: bool) -> Verdict:
+    """Compares the largest errors of the fitted models. Two parameters fit any two rungs, so three different tails are asked for; and without
+    a measured link nothing is copied over one, whatever the times look like."""
+    if not link_measured:
+        return Verdict("undecided", None, "undecided: no link was measured, and both models are about one")
     if len({point.tail_bytes for point in points}) < 3 or len(fits) < 2:
         return Verdict("undecided", None, "undecided: at least three rungs with different tails are needed")
     errors = sorted((fit.worst_error(points), fit.model) for fit in fits)

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollkv.errors import UsageError
 from rollkv.ladder_fit import Fit
+from rollkv.plots import save
 from rollkv.units import MIB
 
 _CURVE_POINTS = 200
@@ -26,7 +26,7 @@ class Series:
 
 def draw(series: Sequence[Series], ceiling: Callable[[float], float | None], path: Path, title: str) -> None:
     """Where no prefill was timed decode is drawn alone. ceiling(tail bytes): new tokens a second at best, None if not known.
-    plots.check has been asked before. Raises UsageError when the file cannot be written."""
+    plots.check has been asked before. Raises as plots.save."""
     from matplotlib.figure import Figure
 
     rows = [row for one in series for row in one.rows]
@@ -58,7 +58,4 @@ def draw(series: Sequence[Series], ceiling: Callable[[float], float | None], pat
     for axes in (decode, *prefill):
         axes.legend(fontsize=8)
     figure.suptitle(title, fontsize=9)
-    try:
-        figure.savefig(path, dpi=150)
-    except OSError as error:
-        raise UsageError(f"--plot {path}: cannot write it: {error.strerror or error}; name another place") from error
+    save(figure, path)

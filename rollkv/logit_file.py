@@ -4,23 +4,20 @@ Arrays: `tokens` int32 [N]; `logits` float [N, vocab], or [P, vocab] with `posit
 token at every position. Further arrays are ignored. Files made by numpy.savez and savez_compressed are read too.
 """
 
-import errno
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import IO
 
 import numpy as np
 
-from rollkv.errors import OutOfMemoryError, UsageError
-
-_READ_ERRORS = (OSError, EOFError, ValueError, KeyError, NotImplementedError, zipfile.BadZipFile, RuntimeError)
+from rollkv.errors import LogitFileError, RollkvError
+from rollkv.whole_file import whole_file
 
 
 class LogitFile:
-    """A finished file. Raises UsageError for one that is missing, damaged or not of this form, with what was wanted."""
+    """A finished file. Raises LogitFileError for one that is missing, damaged or not of this form, with what was wanted."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -30,21 +27,16 @@ class LogitFile:
                 if wanted not in names:
                     raise self._wrong(f"it holds no array {wanted!r}")
             self.tokens = _small(archive, "tokens")
-            positions = _small(archive, "positions") if "positions" in names else np.arange(len(self.tokens))
-            top1 = _small(archive, "top1") if "top1" in names else None
+            positions = _small(archive, "positions") if "positions" in names else None
+            self.top1 = _small(archive, "top1") if "top1" in names else None
             with archive.open("logits.npy") as stream:
                 self._shape, self.dtype = self._header(stream)
-        self.positions = positions
-        self.top1 = top1
-        self._check()
+        self._check_tokens()
+        self.positions = self._checked(np.arange(len(self.tokens)) if positions is None else positions)
 
     @property
     def vocab_size(self) -> int:
         return self._shape[1]
-
-    @property
-    def num_bytes(self) -> int:
-        return self.path.stat().st_size
 
     @contextmanager
     def rows(self) -> Iterator["RowReader"]:
@@ -59,35 +51,42 @@ class LogitFile:
         version = np.lib.format.read_magic(stream)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, fortran, dtype = read(stream)
-        if len(shape) != 2 or fortran or dtype.kind != "f":
+        if len(shape) != 2 or fortran or dtype.kind != "f" or dtype.itemsize > 8:
             order = "column by column" if fortran else "row by row"
-            raise self._wrong(f"'logits' is {dtype} {list(shape)} stored {order}; wanted are floats [rows, vocab] stored row by row")
+            raise self._wrong(
+                f"'logits' is {dtype} {list(shape)} stored {order}; wanted are floats of at most 64 bits, [rows, vocab], stored row by row"
+            )
         return (shape[0], shape[1]), dtype
 
-    def _check(self) -> None:
+    def _check_tokens(self) -> None:
         if self.tokens.ndim != 1 or self.tokens.dtype.kind not in "iu" or not len(self.tokens):
             raise self._wrong(f"'tokens' is {self.tokens.dtype} {list(self.tokens.shape)}; wanted are whole numbers [N]")
-        positions = self.positions
-        if positions.ndim != 1 or positions.dtype.kind not in "iu" or len(positions) != self._shape[0]:
-            raise self._wrong(f"{self._shape[0]} rows of logits, but {len(positions)} positions; each row needs its position")
-        if not len(positions) or (np.diff(positions.astype(np.int64)) <= 0).any() or positions[0] < 0 or positions[-1] >= len(self.tokens):
-            raise self._wrong(f"'positions' must be one or more, increase, and lie below the {len(self.tokens)} tokens")
         if self.top1 is not None and (self.top1.shape != self.tokens.shape or self.top1.dtype.kind not in "iu"):
             raise self._wrong(
                 f"'top1' is {self.top1.dtype} {list(self.top1.shape)}; wanted is one whole number for each of the {len(self.tokens)} tokens"
             )
 
+    def _checked(self, positions: np.ndarray) -> np.ndarray:
+        if positions.ndim != 1 or positions.dtype.kind not in "iu" or len(positions) != self._shape[0]:
+            raise self._wrong(f"{self._shape[0]} rows of logits, but {positions.size} positions; each row needs its position")
+        if not len(positions) or (positions[1:] <= positions[:-1]).any() or positions[0] < 0 or positions[-1] >= len(self.tokens):
+            raise self._wrong(f"'positions' must be one or more, increase, and lie below the {len(self.tokens)} tokens")
+        return positions.astype(np.int64)
+
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Errors of reading become one sentence that names the file."""
+        """Errors of reading become one sentence that names the file. All of them: on damaged bytes zipfile, zlib and NumPy, which evaluates a
+        header, raise zlib.error, SyntaxError, tokenize.TokenError, TypeError and more."""
         try:
             yield
-        except _READ_ERRORS as error:
+        except RollkvError:
+            raise
+        except Exception as error:
             detail = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
             raise self._wrong(f"cannot read it: {detail or type(error).__name__}") from error
 
-    def _wrong(self, what: str) -> UsageError:
-        return UsageError(f"{self.path}: {what}; give an .npz as 'rollkv logit-equiv --save' writes it")
+    def _wrong(self, what: str) -> LogitFileError:
+        return LogitFileError(f"{self.path}: {what}; give an .npz as 'rollkv logit-equiv --save' writes it")
 
 
 class RowReader:
@@ -97,7 +96,7 @@ class RowReader:
         self._file, self._stream = file, stream
 
     def read(self, num_rows: int) -> np.ndarray:
-        """The next rows, [num_rows, vocab] in the file's type. Raises UsageError when the file is damaged or ends before them."""
+        """The next rows, [num_rows, vocab] in the file's type. Raises LogitFileError when the file is damaged or ends before them."""
         shape = (num_rows, self._file.vocab_size)
         wanted = num_rows * self._file.vocab_size * self._file.dtype.itemsize
         with self._file.guarded():
@@ -107,68 +106,33 @@ class RowReader:
         return np.frombuffer(data, self._file.dtype).reshape(shape)
 
 
-class LogitFileWriter:
-    """Writes float32 logits of every position as they come. The file has its name only when it is whole; an error leaves none behind.
+@contextmanager
+def write_logits(path: Path, tokens: np.ndarray, vocab_size: int) -> Iterator[Callable[[np.ndarray], None]]:
+    """A function that takes the next rows, float32 [R, vocab], of every position. The file has its name only when it is whole; an error leaves
+    none behind. Raises as whole_file."""
+    top1: list[np.ndarray] = []
+    with whole_file(path, str(path)) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
+        _put(archive, "tokens", tokens.astype(np.int32))
+        with archive.open("logits.npy", "w", force_zip64=True) as stream:
+            header = {"descr": "<f4", "fortran_order": False, "shape": (len(tokens), vocab_size)}
+            np.lib.format.write_array_header_2_0(stream, header)
 
-    Raises OutOfMemoryError when the disk is full, UsageError when the file cannot be written at all.
-    """
+            def write(rows: np.ndarray) -> None:
+                stream.write(np.ascontiguousarray(rows, dtype="<f4").data.cast("B"))
+                top1.append(rows.argmax(1).astype(np.int32))
 
-    def __init__(self, path: Path, tokens: np.ndarray, vocab_size: int) -> None:
-        self._path, self._part = path, path.with_name(path.name + ".part")
-        self._top1: list[np.ndarray] = []
-        try:
-            with self._guarded():
-                self._begin(tokens, vocab_size)
-        except BaseException:
-            self._part.unlink(missing_ok=True)
-            raise
-
-    def __enter__(self) -> "LogitFileWriter":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        try:
-            with self._guarded():
-                self._stream.close()
-                if kind is None:
-                    self._put("top1", np.concatenate(self._top1))
-                self._archive.close()
-                if kind is None:
-                    self._part.replace(self._path)
-        finally:
-            self._part.unlink(missing_ok=True)
-
-    def write(self, rows: np.ndarray) -> None:
-        """The next rows, float32 [R, vocab]."""
-        with self._guarded():
-            self._stream.write(np.ascontiguousarray(rows, dtype="<f4").data.cast("B"))
-        self._top1.append(rows.argmax(1).astype(np.int32))
-
-    def _begin(self, tokens: np.ndarray, vocab_size: int) -> None:
-        self._archive = zipfile.ZipFile(self._part, "w", zipfile.ZIP_STORED, allowZip64=True)
-        self._put("tokens", tokens.astype(np.int32))
-        self._stream = self._archive.open("logits.npy", "w", force_zip64=True)
-        header = {"descr": "<f4", "fortran_order": False, "shape": (len(tokens), vocab_size)}
-        np.lib.format.write_array_header_2_0(self._stream, header)
-
-    def _put(self, name: str, values: np.ndarray) -> None:
-        with self._archive.open(f"{name}.npy", "w") as stream:
-            np.lib.format.write_array(stream, values, allow_pickle=False)
-
-    @contextmanager
-    def _guarded(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            kind = OutOfMemoryError if error.errno in (errno.ENOSPC, errno.EDQUOT) else UsageError
-            raise kind(
-                f"{self._path}: cannot write the logits: {error.strerror or error}; name another place, or give fewer tokens"
-            ) from error
+            yield write
+        _put(archive, "top1", np.concatenate(top1))
 
 
 def logits_bytes(num_tokens: int, vocab_size: int) -> int:
     """Disk that a written file takes, but for a few kilobytes."""
     return num_tokens * (vocab_size * 4 + 8)
+
+
+def _put(archive: zipfile.ZipFile, name: str, values: np.ndarray) -> None:
+    with archive.open(f"{name}.npy", "w") as stream:
+        np.lib.format.write_array(stream, values, allow_pickle=False)
 
 
 def _small(archive: zipfile.ZipFile, name: str) -> np.ndarray:

@@ -107,10 +107,6 @@ class RowComparison:
         self._first: Difference | None = None
         self._max_abs = self._squared = self._power = self._tv = 0.0
 
-    def add(self, positions: np.ndarray, reference: np.ndarray, candidate: np.ndarray) -> None:
-        """Logits [R, V] of both sides at `positions` int [R]."""
-        self.include(positions, measure_slice(positions, reference, candidate, self.noise))
-
     def include(self, positions: np.ndarray, found: SliceFigures) -> None:
         """The figures of a slice at `positions` int [R]."""
         self._rows += len(positions)
@@ -131,7 +127,7 @@ class RowComparison:
             self._differ(found.first_difference)
 
     def add_tops(self, positions: np.ndarray, reference: np.ndarray, candidate: np.ndarray) -> None:
-        """Top tokens, int [R] each, at positions whose logits are not known. Beside `add`."""
+        """Top tokens, int [R] each, at positions whose logits are not known. Beside `include`."""
         self._positions += len(positions)
         self._agreed += int((reference == candidate).sum())
         for index in np.flatnonzero(reference != candidate)[:1]:
@@ -168,8 +164,9 @@ class RowComparison:
 
 
 def equal_bits(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """bool [R]: rows that hold the same bits. Types other than float32 are compared as float32, which keeps every float16."""
-    left, right = (np.ascontiguousarray(x, dtype=np.float32).view(np.uint32) for x in (a, b))
+    """bool [R]: rows that hold the same bits, once both are of a type that keeps every value of either: float32, or float64 if one is."""
+    wide = max(a.dtype.itemsize, b.dtype.itemsize) > 4
+    left, right = (np.ascontiguousarray(x, np.float64 if wide else np.float32).view(np.uint64 if wide else np.uint32) for x in (a, b))
     equal: np.ndarray = (left == right).all(1)
     return equal
 

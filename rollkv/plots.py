@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from rollkv.errors import UsageError
+from rollkv.whole_file import check_place, whole_file
 
 _COLOURS = {"found": "#4c9f70", "missed": "#c8553d", "cut off": "#e3b23c", "not run": "#d9d9d9"}
 
@@ -19,12 +20,17 @@ def check(path: Path) -> None:
         raise UsageError(
             f"--plot {path}: {path.suffix or 'no ending'} is no picture format of matplotlib {matplotlib.__version__}; end it in .png, .svg or .pdf"
         )
-    if not path.parent.is_dir():
-        raise UsageError(f"--plot {path}: there is no folder {path.parent}; name one that exists")
+    check_place(path, f"--plot {path}")
+
+
+def save(figure: Any, path: Path) -> None:
+    """Writes a figure of matplotlib's. Raises UsageError, OutOfMemoryError when the disk is full."""
+    with whole_file(path, f"--plot {path}") as stream:
+        figure.savefig(stream, format=path.suffix.lstrip(".").lower(), dpi=150)
 
 
 def needle_grid(rows: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
-    """Depths down, lengths across; colour and word say the outcome, a star that the needle lay in the tail. Raises UsageError."""
+    """Depths down, lengths across; colour and word say the outcome, a star that the needle lay in the tail. Raises as save."""
     _matplotlib()
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch, Rectangle
@@ -50,10 +56,7 @@ def needle_grid(rows: Sequence[Mapping[str, Any]], path: Path, title: str) -> No
         loc="outside right upper",
         fontsize=8,
     )
-    try:
-        figure.savefig(path, dpi=150)
-    except OSError as error:
-        raise UsageError(f"--plot {path}: cannot write it: {error.strerror or error}; name another place") from error
+    save(figure, path)
 
 
 def _matplotlib() -> Any:

@@ -11,7 +11,6 @@ key is one token, other words are a token a letter), and (2) no three tokens of 
 stand twice with different sequels: digits that do not repeat, and no second number behind the same word, are enough.
 """
 
-import os
 import shutil
 import struct
 import zlib
@@ -21,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rollkv.errors import UsageError
+from rollkv.errors import OutOfMemoryError, UsageError
 from rollkv.gguf_file import GgufFile, open_gguf
 from rollkv.gguf_header import TENSOR_TYPES, TensorData
 from rollkv.quants import raw_bytes
@@ -32,6 +31,7 @@ from rollkv.synth_plan import TensorPlan, plan_tensors
 from rollkv.synth_shapes import SynthShape, is_spec, parse_spec
 from rollkv.synth_words import tokenizer_metadata, used_tokens
 from rollkv.units import format_size, round_up
+from rollkv.whole_file import check_place, whole_file
 
 ALIGNMENT = 32
 _FILE_TYPES = {"F16": 1, "Q8_0": 7, "Q4_K": 14}
@@ -158,27 +158,23 @@ def open_model(path: str | Path) -> GgufFile:
 def write_gguf(file: GgufFile, out: Path) -> int:
     """Writes an open model as one GGUF file of version 3 and returns its bytes. A run that is cut short leaves no file of that name.
 
-    Raises UsageError when `out` exists, cannot be written or its disk has too little room.
+    Raises UsageError when `out` exists or cannot be written, OutOfMemoryError when its disk has too little room.
     """
     header, data_start = _header(file)
     total = data_start + sum(round_up(raw_bytes(tensor.qtype, tensor.shape), ALIGNMENT) for tensor in file.tensors.values())
     if out.exists():
         raise UsageError(f"{out}: the file is there already; remove it, or give another name")
-    part = out.with_name(f"{out.name}.{os.getpid()}.part")
-    try:
-        if (room := shutil.disk_usage(out.parent).free) < total:
-            raise UsageError(f"{out}: the model takes {format_size(total)}, the disk has room for {format_size(room)}; give another place")
-        with part.open("xb") as stream:
-            stream.write(header.ljust(data_start, b"\0"))
-            for tensor in file.tensors.values():
-                raw = tensor.raw
-                stream.write(np.ascontiguousarray(raw).data)
-                stream.write(bytes(-len(raw) % ALIGNMENT))
-        part.replace(out)
-    except OSError as error:
-        raise UsageError(f"{out}: cannot be written: {error.strerror or error}; give a place that can") from error
-    finally:
-        part.unlink(missing_ok=True)
+    check_place(out, str(out))
+    if (room := shutil.disk_usage(out.parent).free) < total:
+        raise OutOfMemoryError(
+            f"{out}: the model takes {format_size(total)}, the disk has room for {format_size(room)}; give another place"
+        )
+    with whole_file(out, str(out)) as stream:
+        stream.write(header.ljust(data_start, b"\0"))
+        for tensor in file.tensors.values():
+            raw = tensor.raw
+            stream.write(np.ascontiguousarray(raw).data)
+            stream.write(bytes(-len(raw) % ALIGNMENT))
     return total
 
 

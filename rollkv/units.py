@@ -22,13 +22,14 @@ _UNITS = {
     "g": 1 << 30,
     "t": 1 << 40,
 }
-_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*\Z")
+_LARGEST_SIZE = 1 << 62  # beyond any memory; all arithmetic with it is exact
+_SIZE = re.compile(r"\s*([0-9]{1,15}(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*\Z")
 
 
 def parse_size(text: str, option: str, *, bare_unit: int = MIB) -> int:
     """Bytes from "6GiB" or "6G" (2^30), "6GB" (1e9), "512MiB", or a bare number counted in `bare_unit` bytes.
 
-    Raises UsageError on anything else, zero included.
+    Raises UsageError on anything else, zero and more than any memory included.
     """
     match = _SIZE.match(text)
     unit = bare_unit if match and not match[2] else _UNITS.get(match[2].lower()) if match else None
@@ -39,6 +40,8 @@ def parse_size(text: str, option: str, *, bare_unit: int = MIB) -> int:
     size = int(float(match[1]) * unit)
     if size <= 0:
         raise UsageError(f"{option}: {text!r} is no memory at all; write a size above zero, such as 6GiB")
+    if size > _LARGEST_SIZE:
+        raise UsageError(f"{option}: {text!r} is more than any memory; write a size such as 6GiB")
     return size
 
 
@@ -56,6 +59,11 @@ def format_size(num_bytes: int) -> str:
 def format_rate(bytes_per_second: float) -> str:
     """ "54.9 GB/s" (1e9 bytes)."""
     return f"{bytes_per_second / 1e9:.1f} GB/s"
+
+
+def giga(bytes_per_second: float | None) -> float | None:
+    """In 1e9 bytes a second; None stays None, not known."""
+    return None if bytes_per_second is None else bytes_per_second / 1e9
 
 
 def round_up(value: int, multiple: int) -> int:

@@ -224,6 +224,9 @@ def test_a_closed_pipe_is_no_error(scripted, monkeypatch, capsys):
         (["--raw", "-p", "a", "--system", "s"], ["--system"]),
         (["-p", "a", "-n", "0"], ["--n-predict", "0"]),
         (["-p", "a", "-n", "-1"], ["--n-predict", "-1"]),
+        (["-p", "a", "-n", "99999999999999999999"], ["--n-predict 99999999999999999999", "at most"]),
+        (["-p", "a", "-c", "99999999999999999999"], ["--ctx-size 99999999999999999999", "at most"]),
+        (["-p", "a", "--device", "-1"], ["--device -1"]),
         (["--prompt-ids", "1,2,3", "-n", "5", "-c", "7"], ["3 tokens", "5 new", "7", "8"]),
         (["--prompt-ids", "1", "-c", "0"], ["0"]),
         (["--prompt-ids", "1", "--temp", "-1"], ["--temp", "-1"]),
@@ -364,6 +367,9 @@ def test_info(capsys):
     assert facts["weight_bytes"] == sum(entry["bytes"] for entry in facts["tensors_by_type"].values())
     assert facts["metadata"]["general.architecture"] == "llama"
     assert facts["metadata"]["tokenizer.ggml.tokens"]["length"] == 512
+    assert rollkv("info", LLAMA, "-m", LLAMA) == 2 and "give one file" in capsys.readouterr().err
+    for named in ((LLAMA,), ("-m", LLAMA)):
+        assert rollkv("info", *named, "-o", "json") == 0 and json.loads(capsys.readouterr().out) == facts
     assert rollkv("info", LLAMA) == 0
     out = capsys.readouterr().out
     assert "general.architecture" in out and "F32" in out and max(map(len, out.splitlines())) < 200

@@ -122,8 +122,8 @@ def test_what_the_rungs_do_not_show_stays_unknown():
         assert fit.fit_sum(points) is None and fit.fit_overlap(points) is None
 
 
-def verdict_of(points: list[Point]) -> fit.Verdict:
-    return fit.judge(points, [found for found in (fit.fit_sum(points), fit.fit_overlap(points)) if found])
+def verdict_of(points: list[Point], *, link_measured: bool = True) -> fit.Verdict:
+    return fit.judge(points, [found for found in (fit.fit_sum(points), fit.fit_overlap(points)) if found], link_measured=link_measured)
 
 
 @pytest.mark.parametrize("name", ["sum", "overlap"])
@@ -131,6 +131,8 @@ def test_the_verdict_names_the_model(name):
     truth = Fit(name, 0.01, LINK)
     verdict = verdict_of([Point(tail, truth.seconds(tail)) for tail in (0, 2e8, 4e8, 6e8, 1e9, 3e9)])
     assert verdict.model == name and verdict.error < 1e-6 and f"the {name} model holds within 0.0 %" in verdict.words
+    without = verdict_of([Point(tail, truth.seconds(tail)) for tail in (0, 2e8, 4e8, 6e8)], link_measured=False)
+    assert (without.model, without.error) == ("undecided", None) and "no link was measured" in without.words
 
 
 def test_the_verdict_can_say_no():
@@ -139,7 +141,12 @@ def test_the_verdict_can_say_no():
     assert verdict_of([Point(0, 0.01), Point(1e9, 0.05), Point(2e9, 0.01), Point(3e9, 0.05)]).model == "neither"
 
 
-def test_the_knee_is_the_largest_tail_within_15_percent():
+def test_behind_the_knee_nothing_counts():
+    assert fit.measured_knee([Point(0, 0.010), Point(100, 0.0114), Point(200, 0.0140), Point(300, 0.0113)], 0.010) == 100
+    assert fit.measured_knee([Point(0, 0.020), Point(0, 0.010), Point(100, 0.010)], 0.010) is None, "resident rungs differ more than that"
+
+
+def test_the_knee_is_the_largest_tail_up_to_which_all_are_within_15_percent():
     points = [Point(0, 0.010), Point(300, 0.0116), Point(100, 0.0114), Point(200, 0.0115)]
     assert fit.measured_knee(points, 0.010) == 200
     assert fit.measured_knee(points, None) is None and fit.measured_knee(points[1:2], 0.010) is None
@@ -473,8 +480,23 @@ def test_needles_are_asked_for_behind_the_timed_steps(config):
     assert replies[0][:4] == [3, 4, 5, 6] and [rep.found for rep in result.repetitions] == [True, False]
     assert result.found is False and row_dict(result, Ceilings(Rates(), 1, 1), None)["needle_found"] is False
     fine = replace(result, repetitions=result.repetitions[:1])
-    streamed = replace(result, repetitions=tuple(replace(rep, copied_bytes=(7,)) for rep in result.repetitions))
-    assert lost_needles([fine, streamed]) == ["resident"] and lost_needles([result, streamed]) == [] and lost_needles([fine, fine]) == []
+    streamed = replace(result, repetitions=tuple(replace(rep, copied_bytes=(7,), found=False) for rep in result.repetitions))
+    assert lost_needles([fine, streamed]) == ["resident"] and lost_needles([fine, fine]) == []
+
+
+@pytest.mark.parametrize(
+    "resident,streamed,lost",
+    [((1, 1, 0), (0, 0, 0), True), ((1, 1, 0), (1, 1, 0), False), ((0, 0, 1), (1, 1, 0), True), ((0, 0, 0), (0, 0, 0), False)],
+)
+def test_needles_are_compared_by_repetition(config, resident, streamed, lost):
+    hill = Hill(config)
+    rungs = hill.tails(0, 1)
+
+    def result(rung, found, tail):
+        repetitions = tuple(task.Repetition(None, None, 4, True, (0.1,), (tail,), 9, None, bool(one)) for one in found)
+        return RungResult(rung, Climb(rungs, 8, len(found)), repetitions=repetitions)
+
+    assert lost_needles([result(rungs[0], resident, 0), result(rungs[1], streamed, 100)]) == ([rungs[1].name] if lost else [])
 
 
 def test_random_cells_stand_in_for_the_prompt(config):
@@ -632,7 +654,8 @@ def test_json_end_to_end(command, capsys, config):
     assert resident["fill"] == "prompt" and resident["link_gbps"] is None and resident["ttft_seconds"] > 0
     for row in (resident, streamed):
         assert row["outcome"] == "ran" and row["tg_tokens_per_second"] > 0 and row["pp_tokens_per_second"] > 0 and row["repetitions"] == 2
-        assert row["peak_device_bytes"] is None and row["measured_link_in_gbps"] is None and row["link_percent"] is None
+        assert row["measured_link_in_gbps"] is None
+        assert all(row[name] is None for name in ("peak_device_bytes", "limit_bytes", "over_limit", "tail_gbps", "link_percent"))
         assert not any(isinstance(value, (dict, list)) for value in row.values()), "rows are flat"
         assert (row["command"], row["model_file"], row["backend"], row["depth"]) == ("ladder", "synth:tiny", "host", 300)
     assert result["passed"] and result["verdict"] == "undecided" and result["interrupted"] is False
@@ -749,7 +772,7 @@ def test_depths_are_rows(command, capsys):
     assert "verdict" not in result and result["kv_bytes_per_token"] == result["rows"][1]["kv_bytes_per_token"] > 0
     assert command("-d", "300", "-p", 20, "--vram-target", "2000", "--fill", "random") == 0
     text = capsys.readouterr().out
-    assert "| cap 1.95 GiB | pp20 @ d300 |" in text and "| cap 1.95 GiB | tg2 @ d300  |" in text and "behind RANDOM cells" in text
+    assert "| cap 1.95 GiB | pp20 @ d300 |" in text and "| cap 1.95 GiB | tg2 @ d300  |" in text and "behind 300 RANDOM cells" in text
     assert command("-d", "0,100", "-p", 20, "-o", "csv") == 0
     assert [row["depth"] for row in csv.DictReader(io.StringIO(capsys.readouterr().out))] == ["0", "100"]
     assert command("-d", "0,100") == 0
@@ -811,12 +834,16 @@ def test_an_interrupt_keeps_what_ran(command, capsys, monkeypatch, form, at, kep
 
     monkeypatch.setattr(climb, "_measure", interrupted)
     assert command("--tail", "0,384KiB", "-o", form) == 130
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
     if form == "json":
         result = json.loads(out)
-        assert result["interrupted"] and [row["rung"] for row in result["rows"]] == kept
+        assert result["interrupted"] and result["passed"] is None and [row["rung"] for row in result["rows"]] == kept
     else:
-        assert out.count("resident") >= len(kept) and "tail 384" not in out
+        assert out.count("resident") >= len(kept) and "tail 384" not in out and "error: interrupted" in err
+    if form == "md":
+        assert "cut short: interrupted" in out and ("verdict" in out) == bool(kept)
+    if form == "csv":
+        assert len(list(csv.reader(io.StringIO(out)))) == (2 if kept else 0)
 
 
 @pytest.mark.parametrize(
@@ -827,6 +854,7 @@ def test_an_interrupt_keeps_what_ran(command, capsys, monkeypatch, form, at, kep
         (("-n", 0), "--n-predict 0"),
         (("-r", 0), "--repetitions 0"),
         (("--steps", 1), "--steps 1"),
+        (("--tail", "0..1MiB", "--steps", 10**12), "--steps 1000000000000"),
         (("--tail", "1", "--vram-target", "1"), "--vram-target and --tail"),
         (("--tail", "0,1", "--steps", 4), "--steps 4"),
         (("--tail", "900GiB"), "lower --tail"),
@@ -834,9 +862,15 @@ def test_an_interrupt_keeps_what_ran(command, capsys, monkeypatch, form, at, kep
         (("-p", 0), "--n-prompt 0"),
         (("-d", "0,1k", "--tail", 0), "--tail goes with a ladder"),
         (("-d", "1k", "-p", 8, "--steps", 4), "--steps goes with a ladder"),
-        (("-d", "0,1k", "--vram-target", "1,2"), "--vram-target"),
+        (("-d", "0,1k", "--vram-target", "1,2"), "under one cap"),
+        (("--peer-timeout", "nan", "--peer", "llama-bench=/bin/true"), "--peer-timeout nan"),
+        (("--device", -1), "--device -1"),
         (("-d", "0,x"), "--depth: 'x'"),
         (("-d", 20), "--depth 20: needle"),
+        (("-d", "9" * 400), "--depth: '999"),
+        (("--tail", "9" * 400), "--tail: cannot read"),
+        (("--tail", "-1"), "--tail: cannot read the size '-1'"),
+        (("-n", 99999999999999999999), "--n-predict 99999999999999999999: the value must be at most"),
         (("--peer", "vllm=/bin/true"), "--peer 'vllm=/bin/true'"),
         (("--peer", "llama-bench=/bin/true"), "rollkv synth tiny -o FILE"),
     ],

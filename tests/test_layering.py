@@ -18,7 +18,7 @@ KERNELS = (
 # fmt: off
 FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("F0 errors", ("errors",)),
-    ("F0 .. words", ("units", "phases", "cache_dir")),
+    ("F0 .. words", ("units", "phases", "cache_dir", "whole_file")),
     ("F1 facts", ("config",)),
     ("F2 .. random bits", ("split_mix",)),
     ("F2 files and pure functions",
@@ -47,10 +47,9 @@ FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("F7 what a run holds", ("run_plan",)),
     ("F7 .. the loop", ("engine",)),
     ("F7 .. from a file to it", ("startup",)),
-    ("F8 tasks and printing", ("tasks.generate", "tasks.equiv_specs", "tasks.record", "tasks.ceilings", "tasks.ladder", "tasks.peers", "report")),
+    ("F8 tasks and printing", ("tasks.generate", "tasks.equiv_specs", "tasks.record", "tasks.ceilings", "tasks.ladder", "tasks.peers", "tasks.answers", "report")),
     ("F8 .. from those", ("tasks.haystack", "tasks.logit_equiv", "tasks.climb", "tasks.ladder_rows")),
-    ("F8 .. from those", ("tasks.needle",)),
-    ("F8 .. from those", ("tasks.ladder_prompts",)),
+    ("F8 .. from those", ("tasks.needle", "tasks.ladder_prompts")),
     ("F9 the door for programs", ("",)),
     ("F9 options and results", ("cli.options", "cli.positions", "cli.results", "cli.markdown")),
     ("F9 .. from those", ("cli.equiv_options", "cli.ladder_compare", "cli.ladder_rungs", "cli.ladder_run")),

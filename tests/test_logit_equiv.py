@@ -4,6 +4,7 @@ import json
 import shutil
 import tempfile
 import tracemalloc
+import zipfile
 from collections import namedtuple
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +15,9 @@ import pytest
 import engines
 from rollkv.backend import PageRun
 from rollkv.cli import main as boundary
-from rollkv.errors import CheckFailed, OutOfMemoryError, UsageError
+from rollkv.errors import CheckFailed, LogitFileError, OutOfMemoryError, UsageError
 from rollkv.host_backend import HostBackend
-from rollkv.logit_file import LogitFile, LogitFileWriter
+from rollkv.logit_file import LogitFile, write_logits
 from rollkv.metrics import Limits
 from rollkv.tasks import equiv_specs
 from rollkv.tasks import logit_equiv as equiv
@@ -215,9 +216,9 @@ def test_a_file_is_written_and_read_in_slices_with_little_memory(tmp_path):
     rng = np.random.default_rng(3)
     block = rng.normal(size=(16, vocab)).astype(np.float32)
     tracemalloc.start()
-    with LogitFileWriter(path, np.arange(rows), vocab) as writer:
+    with write_logits(path, np.arange(rows), vocab) as write:
         for index in range(rows // 16):
-            writer.write(block + index)
+            write(block + index)
     stored = LogitFile(path)
     with stored.rows() as reader:
         for index in range(rows // 16):
@@ -239,7 +240,7 @@ def test_files_of_others_are_read(tmp_path, save):
     assert stored.positions.tolist() == [2, 3, 8] and stored.vocab_size == 7 and stored.top1 is None
     with stored.rows() as reader:
         np.testing.assert_array_equal(np.concatenate([reader.read(1), reader.read(2)]), logits)
-        with pytest.raises(UsageError, match="too early"):
+        with pytest.raises(LogitFileError, match="too early"):
             reader.read(1)
 
 
@@ -261,34 +262,70 @@ GOOD = {"tokens": np.arange(5, dtype=np.int32), "logits": np.zeros((5, 3), np.fl
         ({"positions": np.array([-1, 1, 2, 3, 4])}, "increase"),
         ({"top1": np.zeros(4, np.int32)}, "'top1'"),
         ({"tokens": np.array([None] * 5)}, "cannot read it"),
+        ({"tokens": np.array(5)}, "'tokens' is int64 \\[\\]"),
+        ({"positions": np.array(0)}, "positions"),
+        ({"positions": np.array([2**64 - 1, 0, 1, 2, 3], np.uint64)}, "increase"),
+        ({"logits": np.zeros((5, 3), np.longdouble)}, "at most 64 bits"),
     ],
 )
 def test_wrong_files_are_refused_by_name(tmp_path, change, words):
     arrays = {name: value for name, value in (GOOD | change).items() if value is not None}
     np.savez(tmp_path / "wrong.npz", **arrays)
-    with pytest.raises(UsageError, match="wrong.npz.*" + words):
+    with pytest.raises(LogitFileError, match="wrong.npz.*" + words):
         LogitFile(tmp_path / "wrong.npz")
 
 
 def test_damaged_files_are_refused_by_name(tmp_path):
     path = tmp_path / "torn.npz"
-    with pytest.raises(UsageError, match="torn.npz: cannot read it: No such file"):
+    with pytest.raises(LogitFileError, match="torn.npz: cannot read it: No such file"):
         LogitFile(path)
     np.savez(path, **GOOD)
     data = path.read_bytes()
     path.write_bytes(data[: len(data) // 2])
-    with pytest.raises(UsageError, match="torn.npz: cannot read it"):
+    with pytest.raises(LogitFileError, match="torn.npz: cannot read it"):
         LogitFile(path)
     position = data.index(b"logits.npy") + 150  # inside the rows
     path.write_bytes(data[:position] + b"\x55" + data[position + 1 :])
-    with pytest.raises(UsageError, match="torn.npz: cannot read it"), LogitFile(path).rows() as reader:
+    with pytest.raises(LogitFileError, match="torn.npz: cannot read it"), LogitFile(path).rows() as reader:
         reader.read(5)
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+@pytest.mark.parametrize("seed", range(40))
+def test_a_file_with_wrong_bytes_is_read_or_refused(tmp_path, save, seed):
+    """Whatever the libraries underneath make of damage, it comes as the one error that names the file."""
+    rng = np.random.default_rng(seed)
+    path = tmp_path / "hurt.npz"
+    save(path, **GOOD, top1=np.arange(5), positions=np.arange(5))
+    data = bytearray(path.read_bytes())
+    for position in rng.integers(0, len(data), int(rng.integers(1, 9))):
+        data[position] = data[position] ^ (1 << int(rng.integers(8))) if rng.random() < 0.5 else int(rng.integers(256))
+    path.write_bytes(data)
+    try:
+        with LogitFile(path).rows() as reader:
+            reader.read(5)
+    except LogitFileError as error:
+        assert "hurt.npz" in str(error)
+
+
+@pytest.mark.parametrize("header", [b"{'descr': '<i4', 'shape': (5,", b"(1, 2)", b"{1: [}", b"\xff\xff"])
+def test_headers_that_are_none_are_refused_by_name(tmp_path, header):
+    path = tmp_path / "header.npz"
+    np.savez(path, **GOOD)
+    with zipfile.ZipFile(path) as archive:
+        parts = {name: archive.read(name) for name in archive.namelist()}
+    parts["tokens.npy"] = parts["tokens.npy"][:10] + header.ljust(118) + parts["tokens.npy"][128:]
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, part in parts.items():
+            archive.writestr(name, part)
+    with pytest.raises(LogitFileError, match="header.npz: cannot read it"):
+        LogitFile(path)
 
 
 def test_a_failed_run_leaves_no_file(tmp_path):
     path = tmp_path / "kept.npz"
-    with pytest.raises(KeyboardInterrupt), LogitFileWriter(path, np.arange(3), 4) as writer:
-        writer.write(np.zeros((1, 4), np.float32))
+    with pytest.raises(KeyboardInterrupt), write_logits(path, np.arange(3), 4) as write:
+        write(np.zeros((1, 4), np.float32))
         raise KeyboardInterrupt
     assert list(tmp_path.iterdir()) == []
 
@@ -299,8 +336,6 @@ def test_a_disk_that_is_too_small_is_told_before_the_model_loads(tmp_path, monke
     with pytest.raises(OutOfMemoryError, match="take 1.9 GiB|take 1.91 GiB of disk, but .* has 976.6 KiB free"):
         equiv.check_disk(tmp_path / "x.npz", 4000, 128_000)
     equiv.check_disk(tmp_path / "x.npz", 2, 100)
-    with pytest.raises(UsageError, match="no folder"):
-        equiv.check_disk(tmp_path / "no" / "x.npz", 2, 100)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")])
@@ -309,8 +344,11 @@ def test_a_file_that_cannot_even_be_begun_leaves_none(tmp_path, monkeypatch, err
         raise error
 
     monkeypatch.setattr(np.lib.format, "write_array_header_2_0", fails)
-    with pytest.raises(KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else OutOfMemoryError):
-        LogitFileWriter(tmp_path / "kept.npz", np.arange(3), 5)
+    with (
+        pytest.raises(KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else OutOfMemoryError),
+        write_logits(tmp_path / "kept.npz", np.arange(3), 5),
+    ):
+        pass
     assert list(tmp_path.iterdir()) == []
 
 
@@ -367,11 +405,14 @@ def test_a_saved_reference_serves_again(capsys, tmp_path, scratch):
     assert command(*model, "--reference", tmp_path / "some.npz", "--bit-equal", "-o", "json") == 0
     (row,) = json.loads(capsys.readouterr().out)["rows"]
     assert (row["rows"], row["positions"], row["full_agreement"]) == (3, 300, 1)
+    assert command(*model, "--reference", tmp_path / "some.npz", "--bit-equal") == 0
+    heading, *_, verdict = capsys.readouterr().out.splitlines()
+    assert heading.endswith("; 3 of 300 positions compared") and verdict.endswith("their limits; 3 of 300 positions compared")
 
 
 def test_caps_reach_the_plan(capsys, scratch):
     model = ("-m", FIXTURES / "llama.gguf", "--tokens", 100, "-o", "json")
-    assert command(*model, "--vram-target", "4GiB,5GiB") == 0
+    assert command(*model, "--vram-target", "4GiB,5GiB,4096") == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert [(row["candidate"], row["vram_target_bytes"], row["residency"]) for row in rows] == [
         ("cap 4.00 GiB", 4 << 30, "auto"),
@@ -381,6 +422,34 @@ def test_caps_reach_the_plan(capsys, scratch):
     assert command(*model, "--vram-target", "100MiB") == 5
     assert "--vram-target 100.0 MiB is too small" in capsys.readouterr().err
     assert list(scratch.iterdir()) == []
+
+
+@pytest.mark.parametrize("form", ["text", "json", "jsonl"])
+def test_candidates_that_ran_are_printed_whatever_ends_the_run(capsys, scratch, monkeypatch, form):
+    model = ("-m", FIXTURES / "llama.gguf", "--tokens", 100, "--windows", "1page", "--vram-target", "100MiB", "-o", form)
+    assert command(*model) == 5
+    out, err = capsys.readouterr()
+    assert "100.0 MiB is too small" in err
+    if form == "json":
+        result = json.loads(out)
+        assert result["passed"] is None and result["kind"] == "OutOfMemoryError" and len(result["rows"]) == 1
+    else:
+        assert "window 1page" in out and ("verdict: none, cut short: 1 of 1" in out) == (form == "text")
+
+
+def test_an_interrupted_comparison_prints_what_ran(capsys, scratch, monkeypatch):
+    compared, calls = equiv._compare_one, []
+
+    def interrupted(*arguments):
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return compared(*arguments)
+
+    monkeypatch.setattr(equiv, "_compare_one", interrupted)
+    assert command("-m", FIXTURES / "llama.gguf", "--tokens", 300, "--windows", "100%,1page", "-o", "json") == 130
+    result = json.loads(capsys.readouterr().out)
+    assert result["passed"] is None and result["interrupted"] and [row["passed"] for row in result["rows"]] == [True]
 
 
 def test_text_says_what_failed_and_where_the_first_difference_is(capsys, scratch):
@@ -403,12 +472,26 @@ def test_text_says_what_failed_and_where_the_first_difference_is(capsys, scratch
         (["-o", "csv"], "-o 'csv'"),
         (["--text", "/nowhere.txt"], "/nowhere.txt"),
         (["--vram-target", "6GiB,x"], "--vram-target"),
+        (["--noise", "nan"], "--noise nan"),
+        (["--noise", "-1"], "--noise -1"),
+        (["--max-kld", "nan"], "--max-kld nan"),
+        (["--max-nmse", "inf"], "--max-nmse inf"),
+        (["--min-top1", "1.5"], "--min-top1 1.5: the value must be a number from 0 to 1"),
+        (["--save", "/nowhere/x.npz"], "--save /nowhere/x.npz: there is no folder"),
     ],
 )
 def test_usage_errors_name_the_option(capsys, arguments, words):
     assert command("-m", FIXTURES / "llama.gguf", *arguments) == 2
     out = capsys.readouterr()
     assert out.out == "" and words in out.err and out.err.count("\n") == 1
+
+
+def test_a_disk_that_is_too_small_is_told_before_the_text_is_made(capsys, scratch, monkeypatch):
+    monkeypatch.setattr(equiv, "prose_ids", lambda *_: pytest.fail("it made text"))
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 0, 1 << 36))
+    assert command("-m", FIXTURES / "llama.gguf", "--tokens", "99m") == 5
+    assert "of disk, but" in capsys.readouterr().err
 
 
 def test_a_reference_of_another_vocabulary_is_refused(capsys, tmp_path):
@@ -418,3 +501,9 @@ def test_a_reference_of_another_vocabulary_is_refused(capsys, tmp_path):
     np.savez(tmp_path / "ids.npz", tokens=np.array([600]), logits=np.zeros((1, 512), np.float32))
     assert command("-m", FIXTURES / "llama.gguf", "--reference", tmp_path / "ids.npz") == 2
     assert "token id 600" in capsys.readouterr().err
+    for wrong in (512, -1):
+        np.savez(tmp_path / "top.npz", tokens=np.arange(2), positions=np.array([0]), logits=np.zeros((1, 512)), top1=np.array([0, wrong]))
+        assert command("-m", FIXTURES / "llama.gguf", "--reference", tmp_path / "top.npz") == 2
+        assert f"top.npz: token id {wrong} in 'top1'" in capsys.readouterr().err
+    (tmp_path / "top.npz").write_bytes(b"no zip at all")
+    assert command("-m", FIXTURES / "llama.gguf", "--reference", tmp_path / "top.npz") == 4

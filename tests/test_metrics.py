@@ -7,7 +7,7 @@ import pytest
 
 from rollkv import counts
 from rollkv.errors import UsageError
-from rollkv.metrics import Comparison, Limits, RowComparison, equal_bits, top_margin, upper_quantile, wilson_interval
+from rollkv.metrics import Comparison, Limits, RowComparison, equal_bits, measure_slice, top_margin, upper_quantile, wilson_interval
 from rollkv.prose import ADJECTIVES, NOUNS, Draws, paragraphs, running_text
 
 LOOSE = Limits(max_kld=1e9, max_nmse=1e9, min_top1=0.0)
@@ -19,11 +19,15 @@ def random_pair(seed: int, rows: int = 40, vocab: int = 30, noise: float = 0.3) 
     return reference, (reference + rng.normal(size=(rows, vocab), scale=noise)).astype(np.float32)
 
 
+def add(comparison: RowComparison, positions: np.ndarray, reference: np.ndarray, candidate: np.ndarray) -> None:
+    comparison.include(positions, measure_slice(positions, reference, candidate, comparison.noise))
+
+
 def compared(reference: np.ndarray, candidate: np.ndarray, noise: float = 0.05, step: int = 16) -> Comparison:
     comparison = RowComparison(noise)
     for begin in range(0, len(reference), step):
         end = min(begin + step, len(reference))
-        comparison.add(np.arange(begin, end), reference[begin:end], candidate[begin:end])
+        add(comparison, np.arange(begin, end), reference[begin:end], candidate[begin:end])
     return comparison.result()
 
 
@@ -86,6 +90,14 @@ def test_one_bit_is_seen():
     assert LOOSE.broken(found) == ()
 
 
+def test_a_wider_reference_is_not_rounded_first():
+    narrow = np.array([[1.0, 2.0], [0.5, 0.25]], np.float32)
+    wide = narrow.astype(np.float64)
+    assert equal_bits(wide, narrow).tolist() == [True, True] and equal_bits(narrow.astype(np.float16), narrow).tolist() == [True, True]
+    wide[1, 0] += 1e-12
+    assert equal_bits(wide, narrow).tolist() == [True, False] and equal_bits(narrow, wide).tolist() == [True, False]
+
+
 def test_the_sign_of_zero_is_a_bit():
     rows = np.zeros((1, 4), np.float32)
     assert not equal_bits(rows, -rows)[0]
@@ -128,7 +140,7 @@ def test_positions_with_a_known_token_only_count_for_the_full_agreement():
     reference, _ = random_pair(9, rows=4)
     comparison = RowComparison(0.05)
     comparison.add_tops(np.array([0, 1]), np.array([5, 6]), np.array([5, 7]))
-    comparison.add(np.array([2, 3, 4, 5]), reference, reference)
+    add(comparison, np.array([2, 3, 4, 5]), reference, reference)
     found = comparison.result()
     assert (found.rows, found.positions, found.same_top1, found.full_agreement) == (4, 6, 1, 5 / 6)
     first = found.first_difference
@@ -138,7 +150,7 @@ def test_positions_with_a_known_token_only_count_for_the_full_agreement():
 def test_rows_that_do_not_match_are_an_error():
     comparison = RowComparison(0)
     with pytest.raises(ValueError, match="do not match"):
-        comparison.add(np.arange(2), np.zeros((2, 3), np.float32), np.zeros((2, 4), np.float32))
+        add(comparison, np.arange(2), np.zeros((2, 3), np.float32), np.zeros((2, 4), np.float32))
     with pytest.raises(ValueError, match="no rows"):
         comparison.result()
 
@@ -167,7 +179,7 @@ def test_counts(text, value):
     assert counts.parse_count(text, "--tokens") == value
 
 
-@pytest.mark.parametrize("text", ["", "0", "0k", "-4", "4kk", "1.5", "0.3k", "ten", "4 k", "1e3", "\u0664"])
+@pytest.mark.parametrize("text", ["", "0", "0k", "-4", "4kk", "1.5", "0.3k", "ten", "4 k", "1e3", "\u0664", "9" * 400, "9" * 13 + "m"])
 def test_what_is_no_count_is_refused(text):
     with pytest.raises(UsageError, match="--tokens"):
         counts.parse_count(text, "--tokens")

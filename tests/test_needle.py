@@ -1,6 +1,7 @@
 """needle: prompts that fit exactly, what counts as found, grids on an engine that reads its prompt or loses part of it, resuming."""
 
 import json
+import os
 import resource
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,13 +13,14 @@ from rollkv import plots
 from rollkv.budget import Budget
 from rollkv.cli import main as boundary
 from rollkv.engine import Stats
-from rollkv.errors import UsageError
+from rollkv.errors import DeviceError, UsageError
 from rollkv.gguf_file import open_gguf
 from rollkv.host_backend import HostBackend
 from rollkv.roofline import ASSUMED, StepCost
+from rollkv.tasks.answers import holds, judge
 from rollkv.tasks.generate import TextModel, open_text_model
 from rollkv.tasks.haystack import NeedleRequest, build_haystack, check_request, make_needle, smallest_length
-from rollkv.tasks.needle import appending, judge, read_finished, verdict
+from rollkv.tasks.needle import appending, read_finished, verdict
 from rollkv.tokenizer import Tokenizer
 
 LLAMA = Path(__file__).parent / "fixtures" / "llama.gguf"
@@ -147,6 +149,11 @@ def test_ones_own_needle(model):
         ("The value is 9137", "length", "missed"),
         ("The value is 4821", "length", "cut off"),
         ("4,821", "length", "cut off"),
+        ("4,821,", "length", "cut off"),
+        ("4,821,73", "length", "cut off"),
+        ("\n \n", "length", "missed"),
+        ("14,821,736", "stop_token", "missed"),
+        ("4,821.736", "stop_token", "missed"),
         ("The passcode is 4821736", "length", "cut off"),
         ("<think> where was it", "length", "cut off"),
         ("<think> it was 4821736 </think> 12", "length", "found"),
@@ -155,13 +162,41 @@ def test_ones_own_needle(model):
     ],
 )
 def test_only_the_whole_value_scores(answer, stop, outcome):
-    assert judge(answer, "4821736", stop) == outcome
+    assert judge(answer, "4821736", stop, 16) == outcome
 
 
 def test_words_score_without_case_and_blanks():
-    assert judge("it is  BLUE\nCheese.", "blue cheese", "length") == "found"
-    assert judge("blue cheeses", "blue cheese", "stop_token") == "missed"
-    assert judge("(a+b)*c!", "(a+b)*c", "stop_token") == "found"
+    assert judge("it is  BLUE\nCheese.", "blue cheese", "length", 20) == "found"
+    assert judge("blue cheeses", "blue cheese", "stop_token", 20) == "missed"
+    assert judge("(a+b)*c!", "(a+b)*c", "stop_token", 20) == "found"
+
+
+def test_a_blank_reply_is_cut_off_where_the_value_did_not_fit():
+    assert judge(" ", "4821736", "length", 1) == "cut off" and judge(" ", "4821736", "length", 8) == "missed"
+    assert judge(" ", "4821736", "stop_token", 1) == "missed", "it had its say"
+
+
+def test_groups_of_three_digits_are_one_number_on_both_sides():
+    assert holds("1234", "1,234") and holds("1 234", "1,234") and holds("it is 1,234.", "1234")
+    assert not holds("2024 479", "2024479"), "four digits are no group"
+    assert not holds("12 3456", "123456") and not holds("1,2345", "12345")
+
+
+@pytest.mark.parametrize(
+    "needle,answer,question,words",
+    [
+        ("Nothing here at all.", "corn", "The road", "does not stand in --needle"),
+        ("The mill grinds corn.", "corn", None, "stands in the filler"),
+        ("The mill grinds ACORNS.", "acorn", "What?", "does not stand in --needle"),
+        ("The value is 4213.", "4213", "Is it 4,213?", "stands in the question"),
+        ("Read this sentence.", "sentence", None, "stands in the question"),
+    ],
+)
+def test_an_answer_that_proves_nothing_is_refused(chat_model, needle, answer, question, words):
+    request = NeedleRequest((600,), (0.0,), "chat", needle=needle, answer=answer, question=question)
+    with pytest.raises(UsageError, match=words):
+        check_request(chat_model, request)
+    check_request(chat_model, replace(request, needle="The value is 4213.", answer="4213", question=None))
 
 
 # -- grids ---------------------------------------------------------------------------------------------------------------------
@@ -323,6 +358,34 @@ def test_an_interrupted_grid_goes_on_where_it_stopped(engine, capsys, tmp_path):
     assert command("--out", out) == 0 and not third.prompts and not hasattr(third, "budget"), "nothing left: nothing is loaded"
 
 
+def test_an_interrupted_grid_has_not_passed(engine, capsys):
+    engine(interrupt_at=1)
+    assert command("-o", "json") == 130
+    result = json.loads(capsys.readouterr().out)
+    assert (result["passed"], result["kind"], result["exit_code"]) == (None, "Interrupted", 130)
+    engine(window_pages=1, forgets=True, interrupt_at=1)
+    assert command("-o", "json") == 130
+    result = json.loads(capsys.readouterr().out)
+    assert result["passed"] is False and (result["found"], result["missed"], result["not_run"]) == (0, 1, 8)
+    assert command() == 130
+    assert "rollkv: error: interrupted" in capsys.readouterr().err
+
+
+def test_an_error_keeps_the_cells_that_ran(engine, capsys, monkeypatch):
+    made = engine()
+    generate = made.generate_ids
+
+    def fails(*arguments):
+        if len(made.prompts) == 2:
+            raise DeviceError("the device fell off the bus")
+        return generate(*arguments)
+
+    monkeypatch.setattr(made, "generate_ids", fails)
+    assert command("-o", "json") == 3
+    result = json.loads(capsys.readouterr().out)
+    assert (result["passed"], result["found"], result["not_run"]) == (None, 2, 7) and "off the bus" in result["error"]
+
+
 @pytest.mark.parametrize(
     "change", [("--seed", 1), ("--window", 512), ("--cache-type-k", "f32"), ("--ubatch", 64), ("-n", 30), ("-c", 4096), ("--dca", "on")]
 )
@@ -339,12 +402,63 @@ def test_rows_of_another_run_are_not_taken(engine, tmp_path, change):
 
 
 def test_files_that_cannot_be_used_are_named(tmp_path, engine, capsys):
-    engine()
+    made = engine()
     assert command("--out", tmp_path / "no" / "rows.jsonl", lengths="600", depths="0") == 2
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     assert command("--out", tmp_path / "binary", lengths="600", depths="0") == 2
-    assert capsys.readouterr().err.count("--out") == 2
-    assert read_finished(tmp_path / "new.jsonl", {}) == ({}, 0)
+    os.mkfifo(tmp_path / "pipe")
+    assert command("--out", tmp_path / "pipe", lengths="600", depths="0") == 2, "and does not wait for a writer"
+    assert capsys.readouterr().err.count("--out") == 3 and not hasattr(made, "budget")
+    assert read_finished(tmp_path / "new.jsonl", {}, NeedleRequest((600,), (0.0,))) == ({}, 0)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"length_asked": Infinity, "depth_asked": 0}',
+        "[" * 100_000,
+        '"text"',
+        '{"length_asked": [], "depth_asked": 0, "outcome": "found"}',
+    ],
+)
+def test_lines_that_are_no_rows_are_counted_and_left_alone(engine, capsys, tmp_path, line):
+    out = tmp_path / "rows.jsonl"
+    out.write_text(line + "\n")
+    engine()
+    assert command("--out", out, lengths="600", depths="0") == 0
+    assert ("Infinity" in line) or "1 lines are not rows" in capsys.readouterr().err
+
+
+def test_rows_that_were_changed_are_judged_anew_or_run_again(engine, capsys, tmp_path):
+    out = tmp_path / "rows.jsonl"
+    engine()
+    assert command("--out", out, lengths="600", depths="0") == 0
+    row = json.loads(out.read_text())
+    for change, ran, code in (
+        ({"answer": "nothing"}, 0, 1),
+        ({"expected": "zzz", "answer": "zzz"}, 1, 0),
+        ({"answer": 5}, 1, 0),
+        ({"place": ...}, 1, 0),
+        ({"outcome": "missed"}, 0, 0),
+    ):
+        changed = {key: value for key, value in (row | change).items() if value is not ...}
+        out.write_text(json.dumps(changed) + "\n")
+        made = engine()
+        assert command("--out", out, lengths="600", depths="0") == code and len(made.prompts) == ran, change
+
+
+def test_rows_are_ascii_whatever_they_hold(engine, tmp_path, capsys):
+    out = tmp_path / "rows.jsonl"
+    path = tmp_path / "m\udcff.gguf"  # the byte 0xff, which is no UTF-8
+    path.symlink_to(LLAMA)
+    own = ("-m", path, "--needle", "The caf\u00e9\u0085\u2028 is 4213.", "--answer", "4213", "--out", out, "-o", "jsonl")
+    for ran in (1, 0):
+        made = engine()
+        command(*own, lengths="600", depths="0")
+        assert len(made.prompts) == ran
+        printed = capsys.readouterr().out
+        assert printed.isascii() and json.loads(printed)["needle"] == own[3]
+        assert out.read_bytes().isascii() and len(out.read_text().splitlines()) == 1
 
 
 def test_verdict_needs_at_least_one_found():
@@ -368,6 +482,12 @@ def test_verdict_needs_at_least_one_found():
         (("-o", "csv"), "-o 'csv'"),
         (("--residency", "full", "--window", 512), "--residency full"),
         (("-n", 0), "--n-predict 0"),
+        (("-n", 10**20), "--n-predict 100000000000000000000"),
+        (("-c", 10**20), "--ctx-size 100000000000000000000"),
+        (("--window", 10**20), "--window 100000000000000000000"),
+        (("--dca", "on", "--dca-chunk", 10**20), "--dca-chunk 100000000000000000000"),
+        (("--vram-target", "9" * 400), "--vram-target: cannot read"),
+        (("--device", -1), "--device -1"),
     ],
 )
 def test_usage_errors_come_before_the_load(engine, capsys, arguments, words):
@@ -401,6 +521,19 @@ def test_without_matplotlib_it_is_said_before_the_run(engine, monkeypatch, capsy
     assert "pip install 'rollkv[plot]'" in capsys.readouterr().err and not made.prompts
 
 
+def test_a_picture_that_fails_takes_no_figure_with_it(engine, capsys, monkeypatch, tmp_path):
+    def fails(*_: object) -> None:
+        raise UsageError("--plot: cannot write it")
+
+    monkeypatch.setattr(plots, "check", lambda path: None)
+    monkeypatch.setattr(plots, "needle_grid", fails)
+    engine()
+    for form in ("json", "text"):
+        assert command("--plot", tmp_path / "grid.png", "-o", form, lengths="600", depths="0") == 2
+        out, err = capsys.readouterr()
+        assert "cannot write it" in err and (json.loads(out)["passed"] is True if form == "json" else "found 1 of 1" in out)
+
+
 def test_the_picture(engine, capsys, tmp_path):
     pytest.importorskip("matplotlib")
     engine(window_pages=2, forgets=True)
@@ -424,6 +557,6 @@ def test_a_row_that_the_disk_cannot_hold_is_not_begun(tmp_path, file_limit):
     with appending(out) as append:
         append('{"whole": 1}\n')
         file_limit(20)
-        with pytest.raises(UsageError, match=r"rows\.jsonl: cannot write it.*free space"):
+        with pytest.raises(UsageError, match=r"rows\.jsonl: cannot write it"):
             append('{"whole": 2}\n')
     assert out.read_text() == '{"whole": 1}\n'

@@ -351,7 +351,7 @@ def test_written_and_read_back(spec: str, tmp_path: Path) -> None:
             np.testing.assert_array_equal(engine(back, len(ids)).logits(ids), engine(file, len(ids)).logits(ids))
         with pytest.raises(UsageError, match="is there already"):
             write_gguf(file, path)
-        with pytest.raises(UsageError, match="cannot be written"):
+        with pytest.raises(UsageError, match="no folder"):
             write_gguf(file, tmp_path / "none" / "model.gguf")
 
 

@@ -44,6 +44,12 @@ def test_unreadable_sizes_are_refused_with_option_and_value(text):
     assert "--vram-target" in str(caught.value) and repr(text) in str(caught.value) and "GiB" in str(caught.value)
 
 
+@pytest.mark.parametrize("text", ["9" * 400, "9" * 5000 + "GiB", "999999999TiB"])
+def test_more_than_any_memory_is_refused(text):
+    with pytest.raises(UsageError, match="--vram-target"):
+        parse_size(text, "--vram-target")
+
+
 @pytest.mark.parametrize("text", ["0", "0GiB", "0.0M", "0.1B"])
 def test_no_memory_at_all_is_refused(text):
     with pytest.raises(UsageError, match="above zero"):

@@ -3,10 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import zip_longest
+from math import inf, isfinite
 from pathlib import Path
+from tempfile import gettempdir
 from typing import TYPE_CHECKING
 
-from rollkv.cli.options import read_prompt
+from rollkv.cli.options import check_machine, read_prompt
 from rollkv.errors import UsageError
 
 if TYPE_CHECKING:
@@ -19,7 +21,7 @@ _PROSE_TOKENS = 1024
 
 
 def stored_reference(path: Path | None, model: "TextModel") -> "LogitFile | None":
-    """The logits of --reference, if they can be compared with the model. Raises UsageError."""
+    """The logits of --reference, if they can be compared with the model. Raises LogitFileError and UsageError."""
     if path is None:
         return None
     from rollkv.logit_file import LogitFile
@@ -30,12 +32,15 @@ def stored_reference(path: Path | None, model: "TextModel") -> "LogitFile | None
     return stored
 
 
-def text_ids(model: "TextModel", text: Path | None, tokens: str | None) -> list[int]:
-    """The tokens to run over. Raises UsageError when the text has fewer than were asked for."""
+def text_ids(model: "TextModel", text: Path | None, tokens: str | None, save: Path | None) -> list[int]:
+    """The tokens to run over. Raises UsageError when the text has fewer than were asked for, OutOfMemoryError when the disk has no room for the
+    logits of so many, which is said before the prose is made."""
     from rollkv.counts import parse_count
-    from rollkv.tasks.logit_equiv import prose_ids
+    from rollkv.tasks.logit_equiv import check_disk, prose_ids
 
     wanted = None if tokens is None else parse_count(tokens, "--tokens")
+    if wanted is not None:
+        check_disk(save or Path(gettempdir(), "reference"), wanted, model.config.vocab_size)
     if text is None:
         return prose_ids(model.tokenizer.encode, wanted or _PROSE_TOKENS)
     ids = list(model.tokenizer.encode(read_prompt(None, str(text), "--text") or ""))
@@ -47,7 +52,7 @@ def text_ids(model: "TextModel", text: Path | None, tokens: str | None) -> list[
 
 
 def spec_lists(
-    configs: "Sequence[ModelConfig]", cache: "CacheConfig", keys: str, values: str, backends: str
+    configs: "Sequence[ModelConfig]", cache: "CacheConfig", keys: str, values: str, backends: str, device: int
 ) -> "tuple[RunSpec, tuple[RunSpec, ...]]":
     """The reference's configuration, and the candidates that the further entries of the lists name. cache: of one run, in other types."""
     from rollkv.counts import split_list
@@ -57,8 +62,7 @@ def spec_lists(
     key_types, value_types = split_list(keys, "--cache-type-k"), split_list(values, "--cache-type-v")
     names = split_list(backends, "--backend")
     for name in names:
-        if name not in ("auto", "cuda", "host"):
-            raise UsageError(f"--backend {name!r} is not known; choose auto, cuda or host")
+        check_machine(name, device)
     for key, value in zip_longest(key_types, value_types, fillvalue="f16"):
         cache_config(cache.ctx_size, cache_type_k=key, cache_type_v=value)  # refuses unknown names
     cache = replace(cache, residency="full", key_type=key_types[0], value_type=value_types[0])  # type: ignore[arg-type]
@@ -66,9 +70,22 @@ def spec_lists(
     return first, other_specs(first, key_types, value_types, names, configs)
 
 
+def check_numbers(noise: float | None, max_kld: float | None, max_nmse: float | None, min_top1: float | None) -> None:
+    """Raises UsageError for a margin or limit that is no number of its kind."""
+    for option, value, most in (
+        ("--noise", noise, inf),
+        ("--max-kld", max_kld, inf),
+        ("--max-nmse", max_nmse, inf),
+        ("--min-top1", min_top1, 1),
+    ):
+        if value is not None and not (0 <= value <= most and isfinite(value)):  # NaN fails every comparison
+            wanted = "a finite number of at least 0" if most == inf else f"a number from 0 to {most:g}"
+            raise UsageError(f"{option} {value:g}: the value must be {wanted}")
+
+
 def sizes(text: str | None) -> tuple[int, ...]:
-    """Bytes of the caps of a list. Raises UsageError."""
+    """Bytes of the caps of a list, each once. Raises UsageError."""
     from rollkv.counts import split_list
     from rollkv.units import parse_size
 
-    return () if text is None else tuple(parse_size(word, "--vram-target") for word in split_list(text, "--vram-target"))
+    return () if text is None else tuple(dict.fromkeys(parse_size(word, "--vram-target") for word in split_list(text, "--vram-target")))

@@ -7,7 +7,7 @@ import typer
 
 from rollkv.cli import options, positions
 from rollkv.config import SamplingParams
-from rollkv.errors import UsageError
+from rollkv.errors import Interrupted
 from rollkv.phases import Phases
 
 if TYPE_CHECKING:
@@ -49,10 +49,8 @@ def generate(
     dca_local: options.DcaLocal = None,
     rope_original_ctx: options.RopeOriginalCtx = None,
     hf_config: options.HfConfig = None,
-    backend: Annotated[
-        str, typer.Option(metavar="auto|cuda|host", help="GPU, or the slow reference in NumPy; auto takes a GPU if usable.")
-    ] = "auto",
-    device: Annotated[int, typer.Option(metavar="INDEX", help="Which GPU.")] = 0,
+    backend: options.Backend = "auto",
+    device: options.Device = 0,
     portable: options.Portable = False,
     output: options.Output = "text",
     verbose: Annotated[
@@ -66,8 +64,7 @@ def generate(
 ) -> None:
     """Generate text. Text goes to stdout as it is made; progress and one line of statistics go to stderr."""
     as_json = options.wants_json(output)
-    if backend not in ("auto", "cuda", "host"):
-        raise UsageError(f"--backend {backend!r} is not known; choose auto, cuda or host")
+    options.check_machine(backend, device)
     cap = options.size_option(vram_target, "--vram-target")
     text, ids = options.read_prompt(prompt, file), options.parse_ids(prompt_ids)
     phases = Phases()
@@ -144,7 +141,7 @@ def _stream(engine: "Engine", model: "TextModel", generation: "Generation", as_j
         report.note(report.start_line(phases, engine.stats, engine.backend.tail_made))
     report.note(report.statistics_line(engine.stats, engine.budget, engine.backend_name, generation.stop_reason))
     if generation.stop_reason == "interrupted":
-        raise typer.Exit(130)
+        raise typer.Exit(Interrupted.exit_code)
 
 
 def _result(engine: "Engine", model: "TextModel", generation: "Generation") -> dict[str, object]:

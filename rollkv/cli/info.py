@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rollkv.cli import options
+from rollkv.errors import UnsupportedModelError, UsageError
 
 if TYPE_CHECKING:
     from rollkv.config import ModelConfig
@@ -22,24 +23,24 @@ _DUAL_CHUNK_SIZES = (
 
 
 def info(
-    file: Annotated[
-        Path | None, typer.Argument(help="GGUF file; of a shard set any shard. Default: the small model of 'make demo'.")
-    ] = None,
+    file: Annotated[Path | None, typer.Argument(help="GGUF file, as with -m.")] = None,
+    model: options.Model = None,
     hf_config: options.HfConfig = None,
     output: options.Output = "text",
 ) -> None:
     """Show metadata, tensors by type and memory of a model file, and what it and --hf-config declare of positions."""
     as_json = options.wants_json(output)
+    if file is not None and model is not None:
+        raise UsageError(f"{file} and -m {model} are both given; give one file")
 
     from rollkv import report
     from rollkv.dual_chunk import declared_by
-    from rollkv.errors import UnsupportedModelError
     from rollkv.hf_config import read_hf_config
     from rollkv.model_config import model_config
     from rollkv.models import default_model
     from rollkv.synth import open_model
 
-    with open_model(file or default_model()) as opened:
+    with open_model(file or model or default_model()) as opened:
         config, reason = None, None
         try:
             config = model_config(opened)

@@ -2,19 +2,21 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from rollkv.cli import ladder_results, ladder_text, options, positions
+from rollkv.cli import ladder_results, ladder_text, options, positions, results
 from rollkv.cli.ladder_run import Run, gather, machine_rates, prompts
 from rollkv.cli.ladder_rungs import depths, one_depth
 from rollkv.config import DEFAULT_UBATCH
+from rollkv.counts import check_count
 from rollkv.errors import UsageError
 
 _DEFAULT_PROMPT = 512  # as llama-bench's
-_INTERRUPTED = 130
+_LONG_PROMPT = 1 << 20  # tokens; to make them takes seconds
 
 
 def ladder(
@@ -73,10 +75,8 @@ def ladder(
     dca_local: options.DcaLocal = None,
     rope_original_ctx: options.RopeOriginalCtx = None,
     hf_config: options.HfConfig = None,
-    backend: Annotated[
-        str, typer.Option(metavar="auto|cuda|host", help="GPU, or the slow reference in NumPy, which has no ceilings.")
-    ] = "auto",
-    device: Annotated[int, typer.Option(metavar="INDEX", help="Which GPU.")] = 0,
+    backend: options.Backend = "auto",
+    device: options.Device = 0,
     portable: options.Portable = False,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it (PNG, SVG or PDF); needs matplotlib.")] = None,
     output: Annotated[str, typer.Option("-o", "--output", metavar="md|json|jsonl|csv", help="Form of the result on stdout.")] = "md",
@@ -85,7 +85,11 @@ def ladder(
     of two models: sum (t0 + tail/link) and overlap (max(t0, tail/link)). The weights are loaded once, with --peer once a rung. The ceilings
     take 2.5 GiB of device memory before the first load, or 1 GiB under a small cap, and give them back. Exit code 1 when a rung holds more device memory than its cap,
     or misses a needle that a resident rung found."""
-    _check(output, backend, fill, {"--n-predict": n_predict, "--repetitions": repetitions, "--n-prompt": n_prompt})
+    options.check_form(output, ladder_results.FORMS)
+    options.check_machine(backend, device)
+    _check(fill, {"--n-predict": n_predict, "--repetitions": repetitions, "--n-prompt": n_prompt})
+    if not 0 < peer_timeout < inf:
+        raise UsageError(f"--peer-timeout {peer_timeout:g}: the value must be a finite number of seconds above zero")
     given_link = options.link_option(link_gbps)
 
     from rollkv import plots, report
@@ -103,8 +107,6 @@ def ladder(
     num_prompt = _DEFAULT_PROMPT if n_prompt is None and len(cells) > 1 else n_prompt
     opened = task.open_text_model(model or default_model())
     found_peer = None if peer is None else find_peer(peer, opened.path, device)
-    if peer_timeout <= 0:
-        raise UsageError(f"--peer-timeout {peer_timeout:g}: the value must be above zero")
     caches = {
         one: task.cache_config(
             context_size(one, n_predict, num_prompt), ubatch=ubatch, cache_type_k=cache_type_k, cache_type_v=cache_type_v
@@ -124,25 +126,20 @@ def ladder(
     rungs = in_variants(rungs, variants)
     climb = Climb(rungs, n_predict, repetitions, fill, num_prompt, num_placed, reload=found_peer is not None)  # type: ignore[arg-type]
     if fill == "prompt" and num_prompt is None:
+        if cells[0] >= _LONG_PROMPT:
+            report.note(f"making prompts of {cells[0]} tokens; '--fill random' needs none")
         prompts(opened, climb)(cells[0], 0)  # refuses a depth without room for a needle
     smallest_cap = min((rung.vram_target for rung in rungs if rung.vram_target), default=None)
     rates = replace(machine_rates(backend, device, smallest_cap), link_given=given_link)
     bounds = {one: ceilings(opened.path, rates, caches[one], one) for one in cells}
     report.note(ladder_text.ceilings_line(bounds[max(cells)]))
     run = Run(opened, climb, bounds, rates, backend, device, portable, found_peer, peer_timeout)
-    found, interrupted = gather(run)
-    ladder_results.finish(opened, climb, bounds, rates, found, plot, output, interrupted)
-    if interrupted:
-        raise typer.Exit(_INTERRUPTED)
+    found, cut_short = results.collect(gather(run))
+    ladder_results.finish(opened, climb, bounds, rates, found, plot, output, cut_short)
 
 
-def _check(output: str, backend: str, fill: str, counts: Mapping[str, int | None]) -> None:
-    if output not in ladder_results.FORMS:
-        raise UsageError(f"-o {output!r} is not known; choose {', '.join(ladder_results.FORMS[:-1])} or {ladder_results.FORMS[-1]}")
-    if backend not in ("auto", "cuda", "host"):
-        raise UsageError(f"--backend {backend!r} is not known; choose auto, cuda or host")
+def _check(fill: str, counts: Mapping[str, int | None]) -> None:
     if fill not in ("prompt", "random"):
         raise UsageError(f"--fill {fill!r} is not known; choose prompt or random")
     for option, value in counts.items():
-        if value is not None and value < 1:
-            raise UsageError(f"{option} {value}: the value must be 1 or more")
+        check_count(value, option)

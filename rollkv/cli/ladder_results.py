@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollkv.cli import ladder_text, results
-from rollkv.errors import OutOfMemoryError
+from rollkv.errors import Interrupted, OutOfMemoryError, RollkvError
 
 if TYPE_CHECKING:
     from rollkv.tasks.ceilings import Ceilings, Rates
@@ -27,17 +27,17 @@ def finish(
     found: "Sequence[RungResult | PeerResult]",
     plot: Path | None,
     output: str,
-    interrupted: bool,
+    cut_short: RollkvError | None,
 ) -> None:
-    """Prints and draws. bounds: ceilings by depth; found: in the order of the runs. Raises CheckFailed and, when no rung ran though nobody
-    interrupted, OutOfMemoryError."""
+    """Prints, then draws. bounds: ceilings by depth; found: in the order of the runs; cut_short: what ended them early. Raises it, CheckFailed
+    and, when no rung ran though all were tried, OutOfMemoryError."""
     from rollkv import dual_chunk
     from rollkv.tasks import record
     from rollkv.tasks.ladder import RungResult
     from rollkv.tasks.ladder_rows import summarise
 
     ours = [result for result in found if isinstance(result, RungResult)]
-    if not interrupted and not any(result.ran for result in ours):
+    if cut_short is None and not any(result.ran for result in ours):
         raise OutOfMemoryError(f"no rung fits; the first: {ours[0].refusal}")
     by_variant = {variant: [result for result in ours if result.rung.variant == variant] for variant in climb.variants}
     summaries = {} if climb.num_prompt is not None else {variant: summarise(results, rates) for variant, results in by_variant.items()}
@@ -47,16 +47,21 @@ def finish(
     deepest = bounds[max(bounds)]
     positions = {variant: dual_chunk.facts(config) for variant, config in climb.variants.items()}
     ends = [facts | (summaries[variant].as_dict() if summaries else {}) for variant, facts in positions.items()]
-    facts = deepest.as_dict() | {"interrupted": interrupted} | (ends[0] if len(ends) == 1 else {"variants": ends})
-    text = _csv(rows) if output == "csv" else ladder_text.page(model, rows, deepest, climb.variants, summaries)
-    if plot is not None and summaries:
-        _draw(model, climb, rows, summaries, deepest, plot)
+    facts = deepest.as_dict() | (ends[0] if len(ends) == 1 else {"variants": ends})
+    if output == "csv":
+        text = _csv(rows)
+    else:
+        text = ladder_text.page(model, rows, deepest, climb.variants, summaries) + (f"\ncut short: {cut_short}\n" if cut_short else "")
     last: list[dict[str, Any]] = []
     if output == "jsonl":
-        shared = deepest.as_dict() | {"interrupted": interrupted}
+        shared = deepest.as_dict() | {"interrupted": isinstance(cut_short, Interrupted)}
         last = [source | {"line": "summary", "depth": max(bounds)} | shared | end | time for end in ends]
-    failure = None if interrupted else _failure(ours)
-    results.finish("text" if output in ("md", "csv") else output, text, [*rows, *last], facts, failure)
+
+    def draw() -> None:
+        if plot is not None and summaries:
+            _draw(model, climb, rows, summaries, deepest, plot)
+
+    results.finish("text" if output in ("md", "csv") else output, text, [*rows, *last], facts, _failure(ours), cut_short, draw)
 
 
 def _draw(
@@ -125,9 +130,11 @@ def _failure(results: "Sequence[RungResult]") -> str | None:
 
 
 def _csv(rows: Sequence[Mapping[str, Any]]) -> str:
-    """All columns of the rows, unknown values empty."""
+    """All columns of the rows, unknown values empty; nothing at all without rows."""
+    if not rows:
+        return ""
     stream = io.StringIO()
-    writer = csv.DictWriter(stream, list(rows[0]) if rows else [], lineterminator="\n")
+    writer = csv.DictWriter(stream, list(rows[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
     return stream.getvalue()

@@ -1,6 +1,6 @@
 """The run of a ladder: ceilings and prompts, one engine for all rungs, the peer beside them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache as remembered
@@ -60,8 +60,8 @@ def prompts(model: "TextModel", climb: "Climb") -> "PromptFor":
     return prompt_for
 
 
-def gather(run: Run) -> "tuple[list[RungResult | PeerResult], bool]":
-    """(results so far, whether it was interrupted)."""
+def gather(run: Run) -> "Generator[RungResult | PeerResult, None, None]":
+    """The rungs as they are measured, each with the peer's runs behind it."""
     from rollkv import report
     from rollkv.engine import Engine
     from rollkv.startup import check_length, load
@@ -90,7 +90,7 @@ def gather(run: Run) -> "tuple[list[RungResult | PeerResult], bool]":
                 rates=run.rates.bandwidths,
             )
 
-    found: list[RungResult | PeerResult] = []
+    peers: list[PeerResult] = []
     with ExitStack() as cleanup:
         making = cleanup.enter_context(report.PhaseProgress("making the tail", format_size, format_rate))
 
@@ -99,24 +99,21 @@ def gather(run: Run) -> "tuple[list[RungResult | PeerResult], bool]":
 
         describe = partial(machine_facts, link_rate=run.rates.link_in)
         prompt_for = prompts(run.model, run.climb)
-        try:
-            for result in run_climb(run.climb, run.rates.link, open_engine, prompt_for, progress_for, describe):
-                found.append(result)
-                if not result.ran:
-                    report.warn(f"{result.rung.name}, depth {result.rung.depth}: {result.refusal}")
-                for theirs in _peers_beside(run, result, found):
-                    found.append(theirs)
-                    if theirs.failure is not None:
-                        report.warn(theirs.failure)
-        except KeyboardInterrupt:
-            return found, True
-    return found, False
+        for result in run_climb(run.climb, run.rates.link, open_engine, prompt_for, progress_for, describe):
+            if not result.ran:
+                report.warn(f"{result.rung.name}, depth {result.rung.depth}: {result.refusal}")
+            yield result
+            for theirs in _peers_beside(run, result, peers):
+                if theirs.failure is not None:
+                    report.warn(theirs.failure)
+                peers.append(theirs)
+                yield theirs
 
 
-def _peers_beside(run: Run, result: "RungResult", found: "Sequence[RungResult | PeerResult]") -> "Iterator[PeerResult]":
+def _peers_beside(run: Run, result: "RungResult", found: "Sequence[PeerResult]") -> "Iterator[PeerResult]":
     """Runs the peer as it compares with a rung, each setup and test once."""
     from rollkv import report
-    from rollkv.tasks.peers import PeerResult, PeerTest, run_peer, setups_beside
+    from rollkv.tasks.peers import PeerTest, run_peer, setups_beside
 
     if run.peer is None or not result.ran:
         return
@@ -127,7 +124,7 @@ def _peers_beside(run: Run, result: "RungResult", found: "Sequence[RungResult | 
         tests = PeerTest(depth, 0, 0), PeerTest(0, climb.num_steps, depth)
     else:
         tests = (PeerTest(0, climb.num_steps, depth),)
-    done = {(other.setup, other.tests) for other in found if isinstance(other, PeerResult)}
+    done = {(other.setup, other.tests) for other in found}
     layers = run.model.config.num_layers
     for setup in setups_beside(result.tail_bytes, layers, run.bounds[depth].token_bytes / layers):
         if (setup, tests) not in done:

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from rollkv.tasks.ladder import Rung
 
 _DEFAULT_STEPS = 8
+_MOST_STEPS = 1000
 
 
 def one_depth(
@@ -22,8 +23,8 @@ def one_depth(
 
     if vram_target is not None and tail is not None:
         raise UsageError("--vram-target and --tail are both given; give one of them")
-    if steps is not None and steps < 2:
-        raise UsageError(f"--steps {steps}: a ladder has at least 2 rungs")
+    if steps is not None and not 2 <= steps <= _MOST_STEPS:
+        raise UsageError(f"--steps {steps}: a ladder has 2 to {_MOST_STEPS} rungs")
     for option, text in (("--vram-target", vram_target), ("--tail", tail)):
         if text is not None and steps is not None and not is_range(text):
             raise UsageError(
@@ -41,6 +42,7 @@ def depths(
     config: "ModelConfig", caches: "Mapping[int, CacheConfig]", vram_target: str | None, others: Mapping[str, object]
 ) -> "tuple[Rung, ...]":
     """A rung for every depth, resident or under the cap. Raises UsageError for options that go with a ladder at one depth."""
+    from rollkv.counts import is_range, split_list
     from rollkv.tasks.ladder import cap_rung, resident_rung
 
     given = [option for option, value in others.items() if value is not None]
@@ -50,6 +52,8 @@ def depths(
         )
     if vram_target is None:
         return tuple(resident_rung(config, cache, depth) for depth, cache in caches.items())
+    if len(split_list(vram_target, "--vram-target")) > 1 or is_range(vram_target):
+        raise UsageError(f"--vram-target {vram_target}: several depths, or --n-prompt, are measured under one cap; give one, such as 6GiB")
     cap = size_option(vram_target, "--vram-target")
     assert cap is not None
     return tuple(cap_rung(config, cache, depth, cap) for depth, cache in caches.items())

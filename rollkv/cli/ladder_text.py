@@ -23,13 +23,16 @@ def page(
     from rollkv.dual_chunk import short_words
 
     words = " and ".join(map(short_words, variants.values()))
+    depths = dict.fromkeys(row["depth"] for row in rows)
     if not rows:
         title = f"{model.path.name}, {words}"
     elif summaries:
         title = f"{model.path.name}{_machine(rows)}, {words}: {rows[0]['depth']} {_cells(rows)} before decode"
     else:
-        title = f"{model.path.name}{_machine(rows)}, {words}: behind {_cells(rows)}; ceilings at the largest depth"
+        title = f"{model.path.name}{_machine(rows)}, {words}: behind {', '.join(map(str, depths))} {_cells(rows)}; ceilings at the largest depth"
     parts = [title, ceilings_line(bounds)]
+    if not rows:
+        return "\n\n".join(parts) + "\n"
     if len(variants) > 1:
         parts.append(ladder_compare.table([rows_of(config, rows, peers=False) for config in variants.values()], list(variants)))
     for variant, config in variants.items():
@@ -171,5 +174,7 @@ def _fit_lines(summary: "Summary") -> list[str]:
         if error is not None:
             lines.append(f"{name} model from the resident step and the measured link: off by up to {100 * error:.1f} %")
     if summary.knee_bytes is not None:
-        lines.append(f"knee: the largest measured tail within 15 % of resident is {format_size(int(summary.knee_bytes))}")
+        lines.append(
+            f"knee: the largest measured tail up to which all steps are within 15 % of resident is {format_size(int(summary.knee_bytes))}"
+        )
     return [*lines, f"verdict: {summary.verdict.words}"]

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rollkv.cli import options, positions, results
-from rollkv.cli.equiv_options import sizes, spec_lists, stored_reference, text_ids
+from rollkv.cli.equiv_options import check_numbers, sizes, spec_lists, stored_reference, text_ids
 from rollkv.config import DEFAULT_UBATCH
-from rollkv.errors import UsageError
+from rollkv.errors import RollkvError, UsageError
+from rollkv.whole_file import check_place
 
 if TYPE_CHECKING:
     from rollkv.logit_file import LogitFile
@@ -45,7 +46,7 @@ def logit_equiv(
     rope_original_ctx: options.RopeOriginalCtx = None,
     hf_config: options.HfConfig = None,
     ubatch: options.Ubatch = DEFAULT_UBATCH,
-    device: Annotated[int, typer.Option(metavar="INDEX", help="Which GPU.")] = 0,
+    device: options.Device = 0,
     portable: options.Portable = False,
     noise: Annotated[float | None, typer.Option(help="A margin up to this many logits counts as a tie. [0.05]")] = None,
     bit_equal: Annotated[bool, typer.Option("--bit-equal", help="Limit: every row equal to the last bit.")] = False,
@@ -55,10 +56,14 @@ def logit_equiv(
     output: Annotated[str, typer.Option("-o", "--output", metavar="text|json|jsonl", help="Form of the result on stdout.")] = "text",
 ) -> None:
     """Compare the logits behind every token of a text: a resident run is the reference, other windows, caps, KV types and backends are the
-    candidates. Windows and caps must be bit-equal; other candidates keep stated limits. Any limit given replaces these. Exit code 1 when one is passed."""
-    results.check_form(output)
+    candidates. Windows and caps must be bit-equal; other candidates keep stated limits. Any limit given replaces these. Exit code 1 when one is not kept."""
+    options.check_form(output, results.FORMS)
     if reference is not None and (save is not None or text is not None or tokens is not None):
         raise UsageError("--reference brings its own tokens and logits; leave out --text, --tokens and --save")
+
+    check_numbers(noise, max_kld, max_nmse, min_top1)
+    if save is not None:
+        check_place(save, f"--save {save}")
 
     from rollkv.counts import split_list
     from rollkv.metrics import Limits
@@ -69,14 +74,14 @@ def logit_equiv(
 
     opened = task.open_text_model(model or default_model())
     stored = stored_reference(reference, opened)
-    ids = stored.tokens.tolist() if stored else text_ids(opened, text, tokens)
+    ids = stored.tokens.tolist() if stored else text_ids(opened, text, tokens, save)
     if not 0 <= decode <= len(ids):
         raise UsageError(f"--decode {decode}: the text has {len(ids)} tokens; give a number from 0 to {len(ids)}")
     modes = split_list(dca, "--dca")
     cache = task.cache_config(len(ids), ubatch=ubatch)
     configs = positions.variants(opened.config, cache, modes, dca_chunk, dca_local, rope_original_ctx, hf_config)
     opened = replace(opened, config=configs[0])
-    first, others = spec_lists(configs, cache, cache_type_k, cache_type_v, backend)
+    first, others = spec_lists(configs, cache, cache_type_k, cache_type_v, backend, device)
     caps = sizes(vram_target)
     specs = equiv.candidate_specs(first, windows, caps, others, own_reference=stored is None)
     given = Limits(bit_equal, max_kld, max_nmse, min_top1)
@@ -148,21 +153,24 @@ def _run(
             progress_for=progress_for,
             describe=machine_facts,
         )
-        compared = list(rows)  # loads and runs the candidates, one after the other
+        compared, cut_short = results.collect(rows)  # loads and runs the candidates, one after the other
+        if cut_short is not None and not compared:
+            raise cut_short
         kv, used = f"KV {first.cache.key_type}/{first.cache.value_type}", "".join(machines)
         against = str(stored.path) if stored else f"{first.label}, {kv}, {used} backend"
-        _print(model, compared, {"num_tokens": len(ids), "decode_tokens": num_decode, "reference": against}, output)
+        _print(model, compared, {"num_tokens": len(ids), "decode_tokens": num_decode, "reference": against}, output, cut_short)
 
 
-def _print(model: "TextModel", rows: "list[EquivRow]", shared: dict[str, Any], output: str) -> None:
+def _print(model: "TextModel", rows: "list[EquivRow]", shared: dict[str, Any], output: str, cut_short: RollkvError | None) -> None:
     from rollkv.tasks import record
 
     failed = [f"{row.spec.label}: {'; '.join(row.broken)}" for row in rows if not row.passed]
     failure = "not equivalent: " + " | ".join(failed) if failed else None
-    verdict = failure or f"equivalent: {len(rows)} of {len(rows)} candidates keep their limits"
+    kept = f"{len(rows)} of {len(rows)} candidates keep their limits{_part_seen(rows, shared)}"
+    verdict = failure or (f"equivalent: {kept}" if cut_short is None else f"none, cut short: {kept} so far")
     source = record.source_facts("logit-equiv") | record.model_facts(model.path).as_dict() | {"utc_time": record.utc_time()}
     records = [source | shared | _asked(row.spec) | row.machine | row.as_dict() for row in rows]
-    results.finish(output, f"{_text(model, rows, shared)}\nverdict: {verdict}\n", records, {}, failure)
+    results.finish(output, f"{_text(model, rows, shared)}\nverdict: {verdict}\n", records, {}, failure, cut_short)
 
 
 def _asked(spec: "RunSpec") -> dict[str, object]:
@@ -179,7 +187,7 @@ def _text(model: "TextModel", rows: "list[EquivRow]", shared: dict[str, Any]) ->
     headers = ("candidate", "in tail", "equal rows", "max diff", "NMSE", "KLD mean", "99.9 %", "max", "TV mean", "same top", "real", "")
     lines = [_line(row) for row in rows]
     parts = [
-        f"{model.path.name}, {short_words(model.config)}, {shared['num_tokens']} tokens, the last {shared['decode_tokens']} one by one; reference: {shared['reference']}",
+        f"{model.path.name}, {short_words(model.config)}, {shared['num_tokens']} tokens, the last {shared['decode_tokens']} one by one; reference: {shared['reference']}{_part_seen(rows, shared)}",
         report.table(lines, headers, ("left", *["right"] * (len(headers) - 2), "left")),
     ]
     for limits in dict.fromkeys(row.limits for row in rows):
@@ -187,6 +195,12 @@ def _text(model: "TextModel", rows: "list[EquivRow]", shared: dict[str, Any]) ->
         parts.append(f"limits of {labels}: {limits.words()}")
     parts += [_difference(model, row) for row in rows if row.comparison.first_difference]
     return "\n\n".join(parts[:2]) + "\n\n" + "\n".join(parts[2:])
+
+
+def _part_seen(rows: "list[EquivRow]", shared: dict[str, Any]) -> str:
+    """What to say where the reference does not hold the logits of all tokens."""
+    seen, tokens = rows[0].comparison.rows, shared["num_tokens"]
+    return "" if seen == tokens else f"; {seen} of {tokens} positions compared"
 
 
 def _line(row: "EquivRow") -> tuple[str, ...]:

@@ -1,6 +1,6 @@
 """The command `rollkv` and its error boundary.
 
-Whatever goes wrong ends as one line on stderr and an exit code: 0 done, 1 a check failed, 2 usage, 3 device, 4 model file, 5 memory,
+Whatever goes wrong ends as one line on stderr and an exit code: 0 done, 1 a check failed, 2 usage, 3 device, 4 a damaged or unsupported file, 5 memory,
 74 the result cannot be written, 130 interrupted, 70 a fault of rollkv's own (with its traceback). With `-o json` stdout holds one JSON object in every case.
 """
 
@@ -25,11 +25,10 @@ from rollkv.cli.needle import needle
 from rollkv.cli.plan import plan
 from rollkv.cli.synth import synth
 from rollkv.cli.tokenize import tokenize
-from rollkv.errors import OutOfMemoryError, RollkvError
+from rollkv.errors import Interrupted, OutOfMemoryError, RollkvError
 
 INTERNAL_FAULT = 70
 CANNOT_WRITE = 74
-INTERRUPTED = 130
 _COMMAND_LINE_ERROR = typer.BadParameter.__mro__[2]  # the base of all errors that the parser raises; typer has no public name for it
 
 _OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
@@ -99,13 +98,15 @@ def _dispatch(arguments: Sequence[str]) -> int:
     except typer.Exit as done:
         return done.exit_code
     except (KeyboardInterrupt, typer.Abort):
-        return _fail(arguments, "interrupted", "Interrupted", INTERRUPTED)
+        return _fail(arguments, "interrupted", Interrupted.__name__, Interrupted.exit_code)
     except RollkvError as error:
         if os.environ.get("ROLLKV_DEBUG") == "1":
             traceback.print_exc()
         return _fail(arguments, str(error), type(error).__name__, error.exit_code)
     except MemoryError:
-        return _fail(arguments, "host memory ran out; lower --ctx-size or free memory", "MemoryError", OutOfMemoryError.exit_code)
+        return _fail(
+            arguments, "host memory ran out; ask for fewer tokens or cells, or free memory", "MemoryError", OutOfMemoryError.exit_code
+        )
     except Exception as error:
         if _is_of_output(error):
             raise

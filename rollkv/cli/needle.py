@@ -1,6 +1,6 @@
 """`rollkv needle`: whether a sentence planted anywhere in a long text is found again, wherever its cells lie."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,7 +9,8 @@ import typer
 
 from rollkv.cli import options, positions, results
 from rollkv.config import DEFAULT_UBATCH
-from rollkv.errors import UsageError
+from rollkv.errors import RollkvError, UsageError
+from rollkv.whole_file import check_place
 
 if TYPE_CHECKING:
     from rollkv.config import CacheConfig
@@ -21,7 +22,6 @@ _SHOWS = (
     "A found needle shows that attention reached its cells, in the window or in the tail. It does not show that all other cells counted as\n"
     "they should, nor that long answers stay good: 'rollkv logit-equiv' compares every logit of a windowed run with the resident one."
 )
-_INTERRUPTED = 130
 
 
 def needle(
@@ -57,20 +57,19 @@ def needle(
     dca_local: options.DcaLocal = None,
     rope_original_ctx: options.RopeOriginalCtx = None,
     hf_config: options.HfConfig = None,
-    backend: Annotated[
-        str, typer.Option(metavar="auto|cuda|host", help="GPU, or the slow reference in NumPy; auto takes a GPU if usable.")
-    ] = "auto",
-    device: Annotated[int, typer.Option(metavar="INDEX", help="Which GPU.")] = 0,
+    backend: options.Backend = "auto",
+    device: options.Device = 0,
     portable: options.Portable = False,
     output: Annotated[str, typer.Option("-o", "--output", metavar="text|json|jsonl", help="Form of the result on stdout.")] = "text",
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Show the budget on stderr.")] = False,
 ) -> None:
     """Plant a random number in prose of several lengths, at several depths, and ask for it. Lengths are counted by the model's tokenizer on
     the whole prompt. Exit code 1 when a needle is missed. One load of the model, for the longest length, serves the grid."""
-    results.check_form(output)
-    if backend not in ("auto", "cuda", "host"):
-        raise UsageError(f"--backend {backend!r} is not known; choose auto, cuda or host")
+    options.check_form(output, results.FORMS)
+    options.check_machine(backend, device)
     cap = options.size_option(vram_target, "--vram-target")
+    if out is not None:
+        check_place(out, f"--out {out}")
 
     from rollkv import plots, report
     from rollkv.counts import parse_counts, parse_percentages
@@ -120,22 +119,25 @@ def needle(
             report.note(f"{engine.backend_name} backend\n{report.budget_table(engine.budget)}")
         return engine
 
-    rows, interrupted = _run(opened, request, _identity(opened, request, cache, cap, backend), out, open_engine)
-    if plot is not None:
-        plots.needle_grid(rows, plot, f"{opened.path.name}, {style}, {short_words(opened.config)}")
-    _finish(opened, rows, output, interrupted)
+    rows, cut_short = _run(opened, request, _identity(opened, request, cache, cap, backend), out, open_engine)
+
+    def draw() -> None:
+        if plot is not None:
+            plots.needle_grid(rows, plot, f"{opened.path.name}, {style}, {short_words(opened.config)}")
+
+    _finish(opened, rows, output, cut_short, draw)
 
 
 def _run(
     model: "TextModel", request: "NeedleRequest", identity: dict[str, object], out: Path | None, open_engine: "Callable[[], Engine]"
-) -> tuple[list[Mapping[str, Any]], bool]:
-    """(rows in the order of the grid, whether it was interrupted). Cells that `out` holds are taken from there; new ones go there at once."""
+) -> tuple[list[Mapping[str, Any]], RollkvError | None]:
+    """(rows in the order of the grid, what ended the run early). Cells that `out` holds are taken from there; new ones go there at once."""
     from rollkv import report
     from rollkv.tasks import needle as task
     from rollkv.tasks import record
 
     same = {key: value for key, value in identity.items() if key != "model"}  # where the file lies does not matter
-    finished, broken = task.read_finished(out, same) if out is not None else ({}, 0)
+    finished, broken = task.read_finished(out, same, request) if out is not None else ({}, 0)
     if broken:
         report.warn(f"{out}: {broken} lines are not rows of this program and are left alone")
     cells = task.grid(request)
@@ -143,22 +145,24 @@ def _run(
     rows: dict[task.Cell, Mapping[str, Any]] = {cell: finished[cell] for cell in cells if cell in finished}
     if rows:
         report.note(f"{len(rows)} of {len(cells)} cells are taken from {out}")
-    interrupted = False
-    try:
-        if todo:
-            with open_engine() as engine, task.appending(out) as append:
-                machine = record.machine_facts(engine)
-                for row in task.run_cells(engine, model, request, todo, _progress):
-                    cell = (row.length_asked, row.depth_asked)
-                    rows[cell] = identity | machine | row.as_dict() | {"utc_time": record.utc_time()}
-                    append(record.json_line(rows[cell]))
-                    report.note(f"{row.length_asked} cells, depth {row.depth_asked:g} %: {row.outcome}")
-    except KeyboardInterrupt:
-        interrupted = True
+
+    def new_rows() -> Generator[dict[str, Any], None, None]:
+        if not todo:
+            return
+        with open_engine() as engine, task.appending(out) as append:
+            machine = record.machine_facts(engine)
+            for row in task.run_cells(engine, model, request, todo, _progress):
+                full = identity | machine | row.as_dict() | {"utc_time": record.utc_time()}
+                append(record.json_line(full))
+                report.note(f"{row.length_asked} cells, depth {row.depth_asked:g} %: {row.outcome}")
+                yield full
+
+    found, cut_short = results.collect(new_rows())
+    rows |= {(row["length_asked"], row["depth_asked"]): row for row in found}
     for cell in cells:
         if cell not in rows:
             rows[cell] = identity | record.machine_facts(None) | task.not_run(request, cell).as_dict() | {"utc_time": record.utc_time()}
-    return [rows[cell] for cell in cells], interrupted
+    return [rows[cell] for cell in cells], cut_short
 
 
 def _progress(cell: tuple[int, float]) -> Any:
@@ -184,7 +188,9 @@ def _identity(model: "TextModel", request: "NeedleRequest", cache: "CacheConfig"
     return record.source_facts("needle") | facts | record.cache_facts(cache, cap) | dual_chunk.facts(model.config) | asked | own
 
 
-def _finish(model: "TextModel", rows: list[Mapping[str, Any]], output: str, interrupted: bool) -> None:
+def _finish(
+    model: "TextModel", rows: list[Mapping[str, Any]], output: str, cut_short: RollkvError | None, draw: Callable[[], None]
+) -> None:
     from rollkv import report
     from rollkv.dual_chunk import short_words
     from rollkv.tasks import needle as task
@@ -201,11 +207,10 @@ def _finish(model: "TextModel", rows: list[Mapping[str, Any]], output: str, inte
             f"\n{_SHOWS}\n",
         )
     )
-    summary = {"interrupted": interrupted, "shows": _SHOWS.replace("\n", " "), **task.score(rows).as_dict()}
-    failure = None if passed or interrupted else _failure(rows)
-    results.finish(output, text, rows, summary, failure)
-    if interrupted:
-        raise typer.Exit(_INTERRUPTED)
+    summary = {"shows": _SHOWS.replace("\n", " "), **task.score(rows).as_dict()}
+    missed = any(row["outcome"] == "missed" for row in rows)
+    failure = _failure(rows) if missed or not (passed or cut_short) else None
+    results.finish(output, text, rows, summary, failure, cut_short, draw)
 
 
 def _failure(rows: list[Mapping[str, Any]]) -> str:

@@ -2,6 +2,7 @@
 
 import re
 import sys
+from collections.abc import Sequence
 from math import inf
 from pathlib import Path
 from typing import Annotated
@@ -22,9 +23,7 @@ PreTokenizer = Annotated[
 ]
 CtxSize = Annotated[
     int | None,
-    typer.Option(
-        "-c", "--ctx-size", metavar="CELLS", help="Context length. Default: what prompt and new tokens need; in plan, the trained length."
-    ),
+    typer.Option("-c", "--ctx-size", metavar="CELLS", help="Context length. Default: what the run needs; of a plan, the trained length."),
 ]
 VramTarget = Annotated[
     str | None,
@@ -77,6 +76,8 @@ HfConfig = Annotated[
     Path | None,
     typer.Option("--hf-config", metavar="FILE", help="config.json of the model at Hugging Face, for what its GGUF file does not declare."),
 ]
+Backend = Annotated[str, typer.Option(metavar="auto|cuda|host", help="GPU, or the slow reference in NumPy; auto takes a GPU if usable.")]
+Device = Annotated[int, typer.Option(metavar="INDEX", help="Which GPU.")]
 Portable = Annotated[
     bool, typer.Option("--portable", hidden=True, help="Take the CUDA kernels that every card can run, not those for this one.")
 ]
@@ -86,11 +87,24 @@ LinkGbps = Annotated[
 Output = Annotated[str, typer.Option("-o", "--output", metavar="text|json", help="Form of the result on stdout.")]
 
 
+def check_form(output: str, forms: Sequence[str]) -> None:
+    """Raises UsageError for a form of the result that is not one of `forms`."""
+    if output not in forms:
+        raise UsageError(f"-o {output!r} is not known; choose {', '.join(forms[:-1])} or {forms[-1]}")
+
+
 def wants_json(output: str) -> bool:
     """Raises UsageError for anything but text and json."""
-    if output not in ("text", "json"):
-        raise UsageError(f"-o {output!r} is not known; choose text or json")
+    check_form(output, ("text", "json"))
     return output == "json"
+
+
+def check_machine(backend: str, device: int | None) -> None:
+    """Raises UsageError for a backend that is not known, or a GPU that cannot be."""
+    if backend not in ("auto", "cuda", "host"):
+        raise UsageError(f"--backend {backend!r} is not known; choose auto, cuda or host")
+    if device is not None and device < 0:
+        raise UsageError(f"--device {device}: GPUs are numbered from 0; give 0 or more")
 
 
 def size_option(text: str | None, option: str) -> int | None:

@@ -32,6 +32,7 @@ def plan(
     """Show what a run would hold on the device and in host memory, and how fast decode could be. Without -c the model's trained length is planned.
     Rates of link and device memory are measured once for each card and driver; without a GPU they are assumed."""
     as_json = options.wants_json(output)
+    options.check_machine("auto", device)
     cap = options.size_option(vram_target, "--vram-target")
     given = options.link_option(link_gbps)
 

@@ -17,7 +17,7 @@ from rollkv.machine_rates import MachineRates, PcieLink, RatesCache
 from rollkv.model_config import model_config
 from rollkv.roofline import ASSUMED, Bandwidths
 from rollkv.synth import open_model
-from rollkv.units import GIB, MIB
+from rollkv.units import GIB, MIB, giga
 from rollkv.weights import weight_bytes
 
 PROBE_PAGE_BYTES, PROBE_PAGES, PROBE_COPIES, PROBE_ROUNDS = 16 * MIB, 16, 32, 5
@@ -88,11 +88,11 @@ class Ceilings:
     def as_dict(self) -> dict[str, object]:
         rates = self.rates
         return {
-            "given_link_gbps": _giga(rates.link_given),
-            "measured_link_in_gbps": _giga(rates.link_in),
-            "measured_link_out_gbps": _giga(rates.link_out),
-            "measured_link_both_gbps": _giga(rates.link_both),
-            "measured_hbm_gbps": _giga(rates.hbm),
+            "given_link_gbps": giga(rates.link_given),
+            "measured_link_in_gbps": giga(rates.link_in),
+            "measured_link_out_gbps": giga(rates.link_out),
+            "measured_link_both_gbps": giga(rates.link_both),
+            "measured_hbm_gbps": giga(rates.hbm),
             **rates.pcie.as_dict(),
             "weight_bytes_per_token": self.weight_bytes,
             "kv_bytes_per_token": self.kv_bytes,
@@ -200,7 +200,3 @@ def ceilings(path: str | Path, rates: Rates, cache: CacheConfig, depth: int) -> 
 def _settled(measure: Callable[[], float]) -> float:
     measure()
     return median([measure() for _ in range(PROBE_ROUNDS)])
-
-
-def _giga(rate: float | None) -> float | None:
-    return None if rate is None else rate / 1e9

@@ -13,6 +13,7 @@ import numpy as np
 
 from rollkv.chat import render_chat
 from rollkv.config import DEFAULT_PAGE_CELLS, DEFAULT_UBATCH, SMALLEST_UBATCH, CacheConfig, KvType, ModelConfig, SamplingParams
+from rollkv.counts import check_count
 from rollkv.dual_chunk import DualChunkRequest, Mode, with_dual_chunk
 from rollkv.engine import Engine, Progress
 from rollkv.errors import UsageError
@@ -70,8 +71,7 @@ def build_prompt(model: TextModel, request: TextRequest) -> list[int]:
     """
     check_sampling(request.sampling)
     StopStrings(request.stop)
-    if request.num_tokens < 1:
-        raise UsageError(f"--n-predict {request.num_tokens}: the value must be 1 or more")
+    check_count(request.num_tokens, "--n-predict")
     if (request.prompt is None) == (request.prompt_ids is None):
         raise UsageError("no prompt, or several: give exactly one of -p TEXT, -f FILE and --prompt-ids IDS")
     if request.prompt_ids is not None:
@@ -106,8 +106,7 @@ def cache_config(
 ) -> CacheConfig:
     """A checked CacheConfig. ubatch None: 4096, or less where memory is short. Raises UsageError naming the option and the value."""
     for option, value in (("--ctx-size", ctx_size), ("--window", window_cells), ("--ubatch", ubatch), ("page_cells", page_cells)):
-        if value is not None and value < 1:
-            raise UsageError(f"{option} {value}: the value must be 1 or more")
+        check_count(value, option)
     for option, name, known in (
         ("--residency", residency, get_args(Residency)),
         ("--cache-type-k", cache_type_k, get_args(KvType)),

@@ -9,8 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from rollkv.counts import check_count
 from rollkv.errors import UsageError
-from rollkv.prose import Draws, endless_paragraphs
+from rollkv.prose import Draws, endless_paragraphs, paragraphs
+from rollkv.tasks.answers import holds
 from rollkv.tasks.generate import TextModel, TextRequest, build_prompt
 
 Style = Literal["completion", "chat"]
@@ -69,12 +71,12 @@ def check_request(model: TextModel, request: NeedleRequest) -> None:
         raise UsageError(f"--style {request.style!r} is not known; choose completion or chat")
     if not request.lengths or not request.depths:
         raise UsageError("the grid is empty; give at least one of --lengths and one of --depths")
-    if request.reply_tokens is not None and request.reply_tokens < 1:
-        raise UsageError(f"--n-predict {request.reply_tokens}: the value must be 1 or more")
+    check_count(request.reply_tokens, "--n-predict")
     if (request.needle is None) != (request.answer is None):
         raise UsageError("--needle and --answer belong together; give the sentence to plant and the part of it that the reply must hold")
     if request.answer is not None and not request.answer.strip():
         raise UsageError("--answer is empty; give the text that the reply must hold")
+    _check_own_needle(request)
     smallest = smallest_length(model, request, request.lengths[0], request.depths[0])
     short = [length for length in request.lengths if length < smallest + _KEY_SPREAD]
     smallest = max([smallest, *(smallest_length(model, request, length, depth) for length in short for depth in request.depths)])
@@ -82,6 +84,20 @@ def check_request(model: TextModel, request: NeedleRequest) -> None:
         raise UsageError(
             f"--lengths {min(short)}: needle, question and reply alone take {smallest} cells; give lengths of {smallest} or more"
         )
+
+
+def _check_own_needle(request: NeedleRequest) -> None:
+    """Raises UsageError for an answer that a reply could hold without the needle, or not even with it."""
+    if request.needle is None or request.answer is None:
+        return
+    answer, question = request.answer, make_needle(request, request.lengths[0], request.depths[0]).question
+    if not holds(request.needle, answer):
+        raise UsageError(f"--answer {answer!r} does not stand in --needle as a whole; give words that the sentence holds")
+    for place, text in (("filler", "\n\n".join(paragraphs())), ("question", _content(request, "", question))):
+        if holds(text, answer):
+            raise UsageError(
+                f"--answer {answer!r} stands in the {place} too, so a reply proves nothing; give words that only the needle holds"
+            )
 
 
 def make_needle(request: NeedleRequest, length: int, depth: float) -> Needle:

@@ -4,10 +4,10 @@ from collections.abc import Callable, Sequence
 
 from rollkv.errors import UsageError
 from rollkv.prose import Draws, running_text
+from rollkv.tasks.answers import judge
 from rollkv.tasks.generate import TextModel
 from rollkv.tasks.haystack import NeedleRequest, build_haystack, smallest_length
 from rollkv.tasks.ladder import REPLY_TOKENS, Prompt
-from rollkv.tasks.needle import judge
 
 _AT_THE_BEGINNING = 0.0  # percent: in the oldest page, which is the first to leave the window
 
@@ -30,9 +30,9 @@ def needle_prompt(model: TextModel, num_tokens: int, repetition: int) -> Prompt:
         stream, text = model.tokenizer.stream(), ""
         for token in reply[:REPLY_TOKENS]:
             if token in model.tokenizer.stop_ids:
-                return judge(text + stream.finish(), haystack.needle.answer, "stop_token") == "found"
+                return judge(text + stream.finish(), haystack.needle.answer, "stop_token", REPLY_TOKENS) == "found"
             text += stream.push(token)
-        return judge(text + stream.finish(), haystack.needle.answer, "length") == "found"
+        return judge(text + stream.finish(), haystack.needle.answer, "length", REPLY_TOKENS) == "found"
 
     return Prompt(tuple(ids), REPLY_TOKENS, found)
 

@@ -11,6 +11,7 @@ from rollkv.metrics import upper_quantile
 from rollkv.tasks.ceilings import Ceilings, Rates
 from rollkv.tasks.ladder import RungResult
 from rollkv.tasks.peers import LLAMA_BENCH, PeerResult
+from rollkv.units import giga
 
 SPREAD_LIMIT = 0.05
 
@@ -21,7 +22,7 @@ class Summary:
 
     resident_seconds: float | None
     fits: tuple[Fit, ...]
-    knee_bytes: float | None  # largest measured tail within 15 % of resident
+    knee_bytes: float | None  # largest measured tail up to which all steps are within 15 % of resident
     verdict: Verdict
     ceiling_errors: dict[str, float | None]  # by model: its largest error with resident step and measured link instead of fitted ones
 
@@ -32,7 +33,7 @@ class Summary:
             knee = fit.knee_bytes() if fit else None
             flat |= {
                 f"fit_{name}_t0_ms": _milli(fit.t0_seconds) if fit else None,
-                f"fit_{name}_link_gbps": _giga(fit.link_rate) if fit else None,
+                f"fit_{name}_link_gbps": giga(fit.link_rate) if fit else None,
                 f"fit_{name}_knee_bytes": knee,
                 f"ceiling_{name}_error_percent": _hundred(self.ceiling_errors[name]),
             }
@@ -51,7 +52,7 @@ def summarise(results: Sequence[RungResult], rates: Rates) -> Summary:
     errors: dict[str, float | None] = {"sum": None, "overlap": None}
     if resident is not None and rates.link is not None:
         errors = {fit.model: fit.worst_error(points) for fit in _expected(resident, rates.link)}
-    return Summary(resident, fits, measured_knee(points, resident), judge(points, fits), errors)
+    return Summary(resident, fits, measured_knee(points, resident), judge(points, fits, link_measured=rates.link_in is not None), errors)
 
 
 def resident_seconds(results: Sequence[RungResult]) -> float | None:
@@ -78,6 +79,7 @@ def row_dict(result: RungResult, bounds: Ceilings, resident: float | None) -> di
     if not result.ran:
         return row
     link, seconds, tail, steps = bounds.rates.link_in, result.seconds, result.tail_bytes, result.step_seconds
+    on_host = result.peak_device_bytes is None  # no device: neither memory nor link
     predicted: dict[str, float | None] = {"sum": None, "overlap": None}
     if resident is not None and bounds.rates.link is not None:
         predicted = {model.model: model.seconds(tail) for model in _expected(resident, bounds.rates.link)}
@@ -99,14 +101,14 @@ def row_dict(result: RungResult, bounds: Ceilings, resident: float | None) -> di
         "step_ms": _milli(seconds),
         "step_ms_stdev": _milli(deviation(steps)),
         "step_ms_p99": _milli(upper_quantile(np.array(steps), 0.99)),
-        "tail_gbps": _giga(tail / seconds),
+        "tail_gbps": None if on_host and link is None else giga(tail / seconds),
         "link_percent": _hundred(tail / seconds / link) if link is not None else None,
         "exposed_ms": _milli(max(seconds - resident, 0.0)) if resident is not None else None,
         "predicted_sum_ms": _milli(predicted["sum"]),
         "predicted_overlap_ms": _milli(predicted["overlap"]),
         "roofline_tokens_per_second": bounds.roofline(tail),
         "peak_device_bytes": result.peak_device_bytes,
-        "limit_bytes": rung.vram_target or result.planned_bytes,
+        "limit_bytes": None if on_host else rung.vram_target or result.planned_bytes,
         "over_limit": over_limit(result),
         "needle_found": result.found,
         "warm_steps": max(repetition.warm_steps for repetition in result.repetitions),
@@ -154,9 +156,16 @@ def bench_name(kind: str, count: int, depth: int) -> str:
 
 
 def lost_needles(results: Sequence[RungResult]) -> list[str]:
-    """Names of the rungs that missed a needle which a rung of their variant without a tail found: the same prompts must give the same replies."""
-    found = {result.rung.variant for result in results if result.ran and result.found and not result.tail_bytes}
-    return [result.rung.name for result in results if result.found is False and result.rung.variant in found]
+    """Names of the rungs that missed a needle which a rung of their variant without a tail found. A repetition reads the same prompt on every
+    rung, so each is compared with itself: the same prompts must give the same replies."""
+    found = {place for result in results if result.ran and not result.tail_bytes for place in _needles(result, found=True)}
+    return [result.rung.name for result in results if found & _needles(result, found=False)]
+
+
+def _needles(result: RungResult, *, found: bool) -> set[tuple[str, int, int]]:
+    """(variant, depth, repetition) of the needles that were found, or missed."""
+    rung = result.rung
+    return {(rung.variant, rung.depth, number) for number, repetition in enumerate(result.repetitions) if repetition.found is found}
 
 
 def over_limit(result: RungResult) -> bool | None:
@@ -180,10 +189,6 @@ def _points(results: Sequence[RungResult]) -> list[Point]:
 
 def _milli(seconds: float | None) -> float | None:
     return None if seconds is None else 1e3 * seconds
-
-
-def _giga(rate: float | None) -> float | None:
-    return None if rate is None else rate / 1e9
 
 
 def _hundred(fraction: float | None) -> float | None:

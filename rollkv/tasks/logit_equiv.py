@@ -9,7 +9,7 @@ import os
 import shutil
 import tempfile
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ import numpy as np
 
 from rollkv.engine import Engine, Progress
 from rollkv.errors import CheckFailed, OutOfMemoryError, UsageError
-from rollkv.logit_file import LogitFile, LogitFileWriter, logits_bytes
+from rollkv.logit_file import LogitFile, logits_bytes, write_logits
 from rollkv.metrics import Comparison, Limits, RowComparison, SliceFigures, measure_slice
 from rollkv.pages import pages_for
 from rollkv.prose import running_text
@@ -35,7 +35,7 @@ _BACKLOG = 2 * _THREADS  # slices of up to 16 rows, 10 MB each at 152,000 tokens
 
 @dataclass(frozen=True)
 class EquivRow:
-    """What one candidate came to. `broken` names the limits that it passed."""
+    """What one candidate came to. `broken` names the limits that it did not keep."""
 
     spec: RunSpec
     comparison: Comparison
@@ -124,13 +124,13 @@ def record_reference(
         path = save or Path(folder) / "reference.npz"
         check_disk(path, len(tokens), vocab_size)
         with (
-            LogitFileWriter(path, np.asarray(tokens), vocab_size) as writer,
+            write_logits(path, np.asarray(tokens), vocab_size) as write,
             open_engine(spec) as engine,
             ThreadPoolExecutor(1) as thread,
         ):
             written: deque[Future[None]] = deque()
             for position, rows in forced_rows(engine, tokens, num_decode, progress_for(spec)):
-                written.append(thread.submit(_write, writer, spec, position, rows))
+                written.append(thread.submit(_write, write, spec, position, rows))
                 if len(written) > _BACKLOG:
                     written.popleft().result()
             for future in written:
@@ -138,11 +138,11 @@ def record_reference(
         yield LogitFile(path)
 
 
-def _write(writer: LogitFileWriter, spec: RunSpec, position: int, rows: np.ndarray) -> None:
+def _write(write: Callable[[np.ndarray], None], spec: RunSpec, position: int, rows: np.ndarray) -> None:
     if not np.isfinite(rows).all():
         last = position + len(rows) - 1
         raise CheckFailed(f"the reference ({spec.label}) has logits that are not finite within positions {position} to {last}")
-    writer.write(rows)
+    write(rows)
 
 
 def prose_ids(encode: Callable[[str], Sequence[int]], num_tokens: int) -> list[int]:
@@ -154,9 +154,7 @@ def prose_ids(encode: Callable[[str], Sequence[int]], num_tokens: int) -> list[i
 
 
 def check_disk(path: Path, num_tokens: int, vocab_size: int) -> None:
-    """Raises OutOfMemoryError when the logits do not fit beside `path`, UsageError when there is no such folder."""
-    if not path.parent.is_dir():
-        raise UsageError(f"--save {path}: there is no folder {path.parent}; name one that exists")
+    """Raises OutOfMemoryError when the logits do not fit beside `path`, whose folder exists."""
     needed, free = logits_bytes(num_tokens, vocab_size), shutil.disk_usage(path.parent).free
     if needed > free:
         raise OutOfMemoryError(
@@ -171,9 +169,11 @@ def check_reference(reference: LogitFile, vocab_size: int) -> None:
         raise UsageError(
             f"{reference.path}: its rows have {reference.vocab_size} logits, the model has {vocab_size} tokens; give a file of the same model"
         )
-    wrong = reference.tokens[(reference.tokens < 0) | (reference.tokens >= vocab_size)]
-    if len(wrong):
-        raise UsageError(f"{reference.path}: token id {wrong[0]} is outside the vocabulary of {vocab_size}; give a file of the same model")
+    for name, ids in (("tokens", reference.tokens), ("top1", reference.top1)):
+        if ids is not None and len(wrong := ids[(ids < 0) | (ids >= vocab_size)]):
+            raise UsageError(
+                f"{reference.path}: token id {wrong[0]} in {name!r} is outside the vocabulary of {vocab_size}; give a file of the same model"
+            )
 
 
 def compare(
@@ -186,7 +186,7 @@ def compare(
     limits: Callable[[RunSpec], Limits],
     progress_for: ProgressFor,
     describe: Describe,
-) -> Iterator[EquivRow]:
+) -> Generator[EquivRow, None, None]:
     """Runs every candidate over the reference's tokens and yields what it came to."""
     for spec in specs:
         wanted = limits(spec)

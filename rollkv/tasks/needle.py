@@ -4,11 +4,8 @@ What a found needle shows: attention reached its cells, wherever they lay. What 
 a damaged tail can pass. Yields rows, prints nothing.
 """
 
-import errno
 import json
 import os
-import re
-import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -16,13 +13,15 @@ from pathlib import Path
 from typing import Literal
 
 from rollkv.engine import Engine, Progress
-from rollkv.errors import OutOfMemoryError, UsageError
+from rollkv.errors import UsageError
 from rollkv.metrics import wilson_interval
 from rollkv.pages import pages_for
+from rollkv.tasks.answers import Judgement, judge
 from rollkv.tasks.generate import Generation, TextModel, TextRequest
 from rollkv.tasks.haystack import Haystack, NeedleRequest, build_haystack, make_needle
+from rollkv.whole_file import cannot_write
 
-Outcome = Literal["found", "missed", "cut off", "not run"]
+Outcome = Literal[Judgement, "not run"]
 Place = Literal["window", "tail", "both"]
 Cell = tuple[int, float]  # length in cells, depth in percent
 
@@ -100,24 +99,6 @@ def not_run(request: NeedleRequest, cell: Cell) -> NeedleRow:
     return NeedleRow(*cell, request.seed, request.style, needle.text, needle.question, needle.answer, "not run")
 
 
-def judge(answer: str, value: str, stop_reason: str | None) -> Outcome:
-    """Whether `answer` holds the planted value, whole: neither part of a longer word or number, nor in other digits.
-
-    Case, width of characters, blanks and separators between groups of three digits do not matter. A reply that ran out of tokens while it
-    could still have become the value, or before it left its thoughts, is cut off: it says nothing about the needle.
-    """
-    wanted = _normalised(value)
-    out_of_tokens = stop_reason == "length"
-    for text in (_normalised(answer), _joined_digits(_normalised(answer))):
-        for match in re.finditer(rf"(?<![\w])(?<!\d[.,]){re.escape(wanted)}(?!\w|[.,]\d)", text):
-            if not (out_of_tokens and match.end() == len(text)):
-                return "found"
-    text = _joined_digits(_normalised(answer))
-    begun = any(re.search(rf"(?<!\w){re.escape(wanted[:count])}\Z", text) for count in range(1, len(wanted) + 1))
-    thinking = "<think>" in text and "</think>" not in text
-    return "cut off" if out_of_tokens and (begun or thinking) else "missed"
-
-
 def score(rows: Iterable[Mapping[str, object]]) -> Score:
     """Counts of the outcomes."""
     outcomes = [row["outcome"] for row in rows]
@@ -159,27 +140,38 @@ def heatmap(rows: Iterable[Mapping[str, object]]) -> tuple[tuple[str, ...], list
     return ("depth", *(str(length) for length in lengths)), lines
 
 
-def read_finished(path: Path, identity: Mapping[str, object]) -> tuple[dict[Cell, dict[str, object]], int]:
+def read_finished(path: Path, identity: Mapping[str, object], request: NeedleRequest) -> tuple[dict[Cell, dict[str, object]], int]:
     """(finished rows of this very run by cell, lines that could not be read) of a file of JSON lines, which need not exist.
 
-    Lines of other runs, told apart by any value of `identity`, are left alone, as are cells that were not run. Raises UsageError.
+    Lines of other runs, told apart by any value of `identity` or by another needle, are left alone, as are cells that were not run. Replies are
+    judged anew, so that what counts is what the model said. Raises UsageError.
     """
     finished: dict[Cell, dict[str, object]] = {}
     broken = 0
+    asked = {cell: not_run(request, cell) for cell in grid(request)}
     try:
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else []
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--out {path}: cannot read it: {error}; name a file of JSON lines, or a new one") from error
     for line in filter(str.strip, lines):
         try:
             row = json.loads(line)
-            cell = (int(row["length_asked"]), float(row["depth_asked"]))
-        except (ValueError, TypeError, KeyError):
+            cell = (row["length_asked"], row["depth_asked"])
+            if row["outcome"] != "not run" and cell in asked and _is_of(row, identity, asked[cell]):
+                finished[cell] = row | {"outcome": judge(row["answer"], row["expected"], row["stop_reason"], row["reply_tokens"])}
+        except (ValueError, TypeError, KeyError, RecursionError):  # no JSON, no object, fields that are missing or of another type
             broken += 1
-            continue
-        if row.get("outcome") in ("found", "missed", "cut off") and all(row.get(key) == value for key, value in identity.items()):
-            finished[cell] = row
     return finished, broken
+
+
+def _is_of(row: Mapping[str, object], identity: Mapping[str, object], asked: NeedleRow) -> bool:
+    """Whether it stands for that cell of that run. Raises KeyError when it does and has not all fields."""
+    wanted = {"needle": asked.needle, "question": asked.question, "expected": asked.expected} | dict(identity)
+    if any(row.get(key) != value for key, value in wanted.items()):
+        return False
+    if missing := asked.as_dict().keys() - row.keys():
+        raise KeyError(*missing)
+    return True
 
 
 @contextmanager
@@ -193,7 +185,7 @@ def appending(path: Path | None) -> Iterator[Callable[[str], None]]:
         broken = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
         stream = path.open("ab", buffering=0)  # what a full disk refused must not be written again when the file is closed
     except OSError as error:
-        raise UsageError(f"--out {path}: cannot write it: {error.strerror or error}; name a file in a folder that exists") from error
+        raise cannot_write(f"--out {path}", error) from error
     with stream:
 
         def append(line: str) -> None:
@@ -206,8 +198,7 @@ def appending(path: Path | None) -> Iterator[Callable[[str], None]]:
                     os.truncate(path, size)
                 if not isinstance(error, OSError):
                     raise
-                kind = OutOfMemoryError if error.errno in (errno.ENOSPC, errno.EDQUOT) else UsageError
-                raise kind(f"--out {path}: cannot write it: {error.strerror or error}; free space, or name another place") from error
+                raise cannot_write(f"--out {path}", error) from error
 
         if broken:
             append("\n")
@@ -233,7 +224,7 @@ def _run(
         needle=needle.text,
         question=needle.question,
         expected=needle.answer,
-        outcome=judge(generation.text, needle.answer, generation.stop_reason),
+        outcome=judge(generation.text, needle.answer, generation.stop_reason, haystack.reply_tokens),
         answer=generation.text,
         stop_reason=generation.stop_reason,
         length=len(haystack.ids) + haystack.reply_tokens,
@@ -248,12 +239,3 @@ def _run(
         ttft_seconds=engine.stats.ttft_seconds,
         decode_seconds=engine.stats.decode_seconds,
     )
-
-
-def _normalised(text: str) -> str:
-    return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
-
-
-def _joined_digits(text: str) -> str:
-    """ "4,821,736", "4.821.736" and "4 821 736" become "4821736"."""
-    return re.sub(r"(?<=\d)[,.'’_ ](?=\d{3}(?!\d))", "", text)

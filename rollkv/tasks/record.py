@@ -14,6 +14,7 @@ from rollkv import __version__
 from rollkv.config import CacheConfig
 from rollkv.engine import Engine
 from rollkv.synth import open_model
+from rollkv.units import giga
 
 SCHEMA_VERSION = 1
 
@@ -78,7 +79,7 @@ def machine_facts(engine: Engine | None, link_rate: float | None = None) -> dict
             "host_tail_made_gbps",
         )
     )
-    facts["link_gbps"] = None if link_rate is None else link_rate / 1e9
+    facts["link_gbps"] = giga(link_rate)
     if engine is None:
         return facts
     facts["backend"] = engine.backend_name
@@ -98,6 +99,6 @@ def utc_time() -> str:
 
 
 def json_line(row: Mapping[str, object]) -> str:
-    """A flat row as one line of JSON with its line break; what is not finite becomes null."""
+    """A flat row as one line of JSON with its line break, in ASCII, so that it parses whatever encoding stdout has; what is not finite becomes null."""
     plain = {key: None if isinstance(value, float) and not isfinite(value) else value for key, value in row.items()}
-    return json.dumps(plain, ensure_ascii=False, allow_nan=False) + "\n"
+    return json.dumps(plain, allow_nan=False) + "\n"

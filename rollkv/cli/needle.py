@@ -79,7 +79,7 @@ def needle(
     from rollkv.startup import load
     from rollkv.tasks import generate as task
     from rollkv.tasks.haystack import NeedleRequest, check_request
-    from rollkv.units import format_size
+    from rollkv.units import format_rate, format_size
 
     if plot is not None:
         plots.check(plot)
@@ -103,7 +103,7 @@ def needle(
     opened = replace(opened, config=config)
 
     def open_engine() -> Engine:
-        with report.PhaseProgress("loading", format_size) as loading:
+        with report.PhaseProgress("loading", format_size, format_rate) as loading:
             engine = load(
                 opened.path,
                 cache,
@@ -114,12 +114,14 @@ def needle(
                 portable=portable,
                 warn=report.warn,
                 on_load=loading,
+                on_tail=making,
             )
         if verbose:
             report.note(f"{engine.backend_name} backend\n{report.budget_table(engine.budget)}")
         return engine
 
-    rows, cut_short = _run(opened, request, _identity(opened, request, cache, cap, backend), out, open_engine)
+    with report.PhaseProgress("making the tail", format_size, format_rate) as making:
+        rows, cut_short = _run(opened, request, _identity(opened, request, cache, cap, backend), out, open_engine)
 
     def draw() -> None:
         if plot is not None:

@@ -15,7 +15,9 @@ KINDS = {
     errors.DeviceError: 3,
     errors.ModelFileError: 4,
     errors.UnsupportedModelError: 4,
+    errors.LogitFileError: 4,
     errors.OutOfMemoryError: 5,
+    errors.Interrupted: 130,
 }
 
 

@@ -15,7 +15,9 @@ KINDS = {
     errors.DeviceError: 3,
     errors.ModelFileError: 4,
     errors.UnsupportedModelError: 4,
+    errors.LogitFileError: 4,
     errors.OutOfMemoryError: 5,
+    errors.Interrupted: 130,
 }
 
 
@@ -77,7 +79,7 @@ def test_ctrl_c_exits_130(failing, capsys):
 def test_host_memory_running_out_is_an_error_of_memory(failing, capsys):
     failing(MemoryError())
     assert boundary.main([]) == 5
-    assert "--ctx-size" in capsys.readouterr().err
+    assert "ask for fewer tokens or cells" in capsys.readouterr().err
 
 
 def test_a_fault_of_our_own_shows_where(failing, capsys):

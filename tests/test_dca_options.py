@@ -479,7 +479,11 @@ def test_both_stand_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
 def test_depths_too(capsys: pytest.CaptureFixture[str]) -> None:
     assert rollkv_command(*LADDER, "--dca", "off,on", "-d", "0,300", "-p", 8, "--fill", "random") == 0
     text = capsys.readouterr().out
-    assert "| rung     | depth |" in text and text.count("| pp8 @ d300 |") == 2 and "DCA off and DCA 512/256: behind 0, 300 RANDOM cells" in text
+    assert (
+        "| rung     | depth |" in text
+        and text.count("| pp8 @ d300 |") == 2
+        and "DCA off and DCA 512/256: behind 0, 300 RANDOM cells" in text
+    )
     assert rollkv_command(*LADDER, "--dca", "off,on", "-d", "0,300", "-p", 8, "-o", "json") == 0
     result = json.loads(capsys.readouterr().out)
     assert [(row["depth"], row["dca"]) for row in result["rows"]] == [(0, "off"), (0, "on"), (300, "off"), (300, "on")]

@@ -242,6 +242,11 @@ class PhaseProgress:
         return f"{shown}, {self._rate_form((done - self._first[1]) / max(self._clock() - self._first[0], 1e-9))}"
 
 
+def bytes_progress(label: str) -> PhaseProgress:
+    """Progress of a phase that counts bytes, with their rate."""
+    return PhaseProgress(label, format_size, format_rate)
+
+
 def _plain(value: Any) -> Any:
     """JSON values only: NumPy scalars and arrays become Python's, what is not finite becomes null, bytes and the rest text."""
     if isinstance(value, Mapping):

@@ -73,7 +73,6 @@ def generate(
     from rollkv.models import default_model
     from rollkv.startup import load
     from rollkv.tasks import generate as task
-    from rollkv.units import format_rate, format_size
 
     phases.ends("imports")
     sampling = SamplingParams(temp, top_k, top_p, min_p, repeat_penalty, repeat_last, seed)
@@ -95,8 +94,8 @@ def generate(
     if verbose:
         _describe_prompt(opened, prompt_tokens)
     phases.ends("vocabulary and prompt")
-    making = report.PhaseProgress("making the tail", format_size, format_rate)
-    with report.PhaseProgress("loading", format_size, format_rate) as loading:
+    making = report.bytes_progress("making the tail")
+    with report.bytes_progress("loading") as loading:
         engine = load(
             opened.path,
             cache,

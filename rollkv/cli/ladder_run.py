@@ -67,7 +67,6 @@ def gather(run: Run) -> "Generator[RungResult | PeerResult, None, None]":
     from rollkv.startup import check_length, load
     from rollkv.tasks.climb import run_climb
     from rollkv.tasks.record import machine_facts
-    from rollkv.units import format_rate, format_size
 
     warn = report.warn_once()
     longest = max(rung.cache.ctx_size for rung in run.climb.rungs)
@@ -75,7 +74,7 @@ def gather(run: Run) -> "Generator[RungResult | PeerResult, None, None]":
         check_length(config, longest, run.model.path, warn)
 
     def open_engine(rung: "Rung") -> Engine:
-        with report.PhaseProgress("loading", format_size, format_rate) as loading:
+        with report.bytes_progress("loading") as loading:
             return load(
                 run.model.path,
                 rung.cache,
@@ -92,7 +91,7 @@ def gather(run: Run) -> "Generator[RungResult | PeerResult, None, None]":
 
     peers: list[PeerResult] = []
     with ExitStack() as cleanup:
-        making = cleanup.enter_context(report.PhaseProgress("making the tail", format_size, format_rate))
+        making = cleanup.enter_context(report.bytes_progress("making the tail"))
 
         def progress_for(rung: "Rung") -> report.PhaseProgress:
             return cleanup.enter_context(report.PhaseProgress(f"{rung.name}, depth {rung.depth}"))

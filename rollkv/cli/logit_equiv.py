@@ -110,12 +110,12 @@ def _run(
     from rollkv.tasks import logit_equiv as equiv
     from rollkv.tasks.equiv_specs import limits_for
     from rollkv.tasks.record import machine_facts
-    from rollkv.units import format_rate, format_size
+    from rollkv.units import format_size
 
     warn, machines = report.warn_once(), set[str]()
 
     def open_engine(spec: "RunSpec") -> Engine:
-        with report.PhaseProgress(f"loading for {spec.label}", format_size, format_rate) as loading:
+        with report.bytes_progress(f"loading for {spec.label}") as loading:
             engine = load(
                 model.path,
                 spec.cache,
@@ -134,7 +134,7 @@ def _run(
 
     vocab = model.config.vocab_size
     with ExitStack() as cleanup:
-        making = cleanup.enter_context(report.PhaseProgress("making the tail", format_size, format_rate))
+        making = cleanup.enter_context(report.bytes_progress("making the tail"))
 
         def progress_for(spec: "RunSpec") -> report.PhaseProgress:
             return cleanup.enter_context(report.PhaseProgress(spec.label))

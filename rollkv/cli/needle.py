@@ -79,7 +79,6 @@ def needle(
     from rollkv.startup import load
     from rollkv.tasks import generate as task
     from rollkv.tasks.haystack import NeedleRequest, check_request
-    from rollkv.units import format_rate, format_size
 
     if plot is not None:
         plots.check(plot)
@@ -103,7 +102,7 @@ def needle(
     opened = replace(opened, config=config)
 
     def open_engine() -> Engine:
-        with report.PhaseProgress("loading", format_size, format_rate) as loading:
+        with report.bytes_progress("loading") as loading:
             engine = load(
                 opened.path,
                 cache,
@@ -120,7 +119,7 @@ def needle(
             report.note(f"{engine.backend_name} backend\n{report.budget_table(engine.budget)}")
         return engine
 
-    with report.PhaseProgress("making the tail", format_size, format_rate) as making:
+    with report.bytes_progress("making the tail") as making:
         rows, cut_short = _run(opened, request, _identity(opened, request, cache, cap, backend), out, open_engine)
 
     def draw() -> None:

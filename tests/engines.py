@@ -52,6 +52,21 @@ def with_dual_chunk(config: ModelConfig, chunk: DualChunk | None) -> ModelConfig
     return replace(config, layers=tuple(layers))
 
 
+def read_and_fill(engine: Engine, tokens: list[int]) -> None:
+    """Two sequences of each kind, so that the later ones use every slot and every tail page again: a prompt and single tokens; random cells, a
+    prompt and single tokens."""
+    for _ in range(2):
+        engine.reset()
+        engine.prefill(tokens[:105])
+        for token in tokens[105:]:
+            engine.decode(token)
+        engine.reset()
+        engine.fill_random(105, 0)
+        engine.prefill(tokens[105:130])
+        for token in tokens[130:]:
+            engine.decode(token)
+
+
 def fixture(model: str) -> dict[str, np.ndarray]:
     """tokens int32 [160], logits float32 [160, vocab], greedy int32 [24], err_f16 float32 [160]."""
     with np.load(FIXTURES / f"{model}.npz") as data:

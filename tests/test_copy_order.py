@@ -16,16 +16,7 @@ def test_no_access_races(ring: RingShape, window: int, ubatch: int) -> None:
     tokens = engines.fixture("qwen3")["tokens"].tolist()
     backend = race_detector.RaceDetector()
     with engines.host_engine("qwen3", engines.cache(160, ubatch=ubatch, window=window * PAGE), backend=backend, ring=ring) as engine:
-        for _ in range(2):  # a second sequence reuses every slot and every tail page
-            engine.reset()
-            engine.prefill(tokens[:105])
-            for token in tokens[105:]:
-                engine.decode(token)
-            engine.reset()
-            engine.fill_random(105, 0)
-            engine.prefill(tokens[105:130])
-            for token in tokens[130:]:
-                engine.decode(token)
+        engines.read_and_fill(engine, tokens)
     assert backend.checked > 1000
 
 

@@ -249,16 +249,7 @@ def test_no_access_races_where_a_band_ends_inside_a_run(ring: RingShape, window:
     tokens, backend = engines.fixture("qwen3")["tokens"].tolist(), Runs()
     config = engines.cache(160, ubatch=ubatch, window=window * PAGE)
     with engines.host_engine("qwen3", config, backend=backend, ring=ring, dual_chunk=CHUNK) as engine:
-        for _ in range(2):
-            engine.reset()
-            engine.prefill(tokens[:105])
-            for token in tokens[105:]:
-                engine.decode(token)
-            engine.reset()
-            engine.fill_random(105, 0)
-            engine.prefill(tokens[105:130])
-            for token in tokens[130:]:
-                engine.decode(token)
+        engines.read_and_fill(engine, tokens)
     assert backend.checked > 1000
     assert all(first // 3 == (first + count - 1) // 3 or first + count <= 9 for first, count in backend.runs)
 

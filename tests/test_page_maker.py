@@ -99,6 +99,7 @@ def test_memory_that_nobody_holds_any_more_is_still_there_while_it_is_made() -> 
     last = maker.begin(MIB)
     maker.wait(last, MIB)
     maker.stop()
+    assert all(part.done.is_set() for part in last.parts)
 
 
 def test_a_child_does_not_get_it() -> None:

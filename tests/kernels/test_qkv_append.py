@@ -115,7 +115,7 @@ def test_norm_and_rotation(cuda: Any, num_tokens: int, key_dim: int, value_dim: 
         pool = cuda.upload("pool", np.full((3, page.page_bytes), 0xFF, np.uint8))
         out, alone = (cuda.upload("q", np.full_like(q, np.nan)) for _ in range(2))
         cuda.append(projected, at, (PageRun(pool, 3, 1, 0, 2),), page, 200, band, out)
-        cuda.queries(projected, band, alone)
+        cuda.queries(projected, page, band, alone)
         np.testing.assert_array_equal(cuda.read(alone), cuda.read(out))
         raw = cuda.read(pool)
         keys, values = (np.concatenate([decode(page_views(raw[slot], page)[part], "f32") for slot in (1, 2)], axis=1) for part in (0, 1))
@@ -170,7 +170,7 @@ def test_wrong_queries_are_refused() -> None:
     ):
         operands = {"qkv": qkv, "layer": layer, "q_norm": None, "k_norm": None, "table": table} | wrong
         with pytest.raises(KernelError, match=message):
-            queries.queries(NoLauncher(), Projected(**operands), 0, q)  # type: ignore[arg-type]
+            queries.queries(NoLauncher(), Projected(**operands), PAGE, 0, q)  # type: ignore[arg-type]
 
 
 def test_every_head_has_one_warp() -> None:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rollkv.backend import Projected
+from rollkv.backend import PageFormat, Projected
 from rollkv.cuda.device import DeviceArray, Launcher, Pointer, check_array
 from rollkv.cuda.nvrtc import KernelError, KernelSpec
 from rollkv.rope import rotations
@@ -40,7 +40,7 @@ def queries_bytes(num_tokens: int, num_heads: int, key_dim: int) -> int:
     return 8 * num_tokens * num_heads * key_dim
 
 
-def queries(launcher: Launcher, projected: Projected, band: int, q: DeviceArray) -> None:
+def queries(launcher: Launcher, projected: Projected, page: PageFormat, band: int, q: DeviceArray) -> None:
     """Norms the queries of `projected` and turns them as for pages of that band into q, f32 [T, H*Dk], in the bits of qkv_append.
 
     Reads and writes queries_bytes. Raises KernelError on other shapes.

@@ -68,6 +68,11 @@ class Budget:
         return self.window_pages * self.page_cells
 
     @property
+    def tail_cells(self) -> int:
+        """Of a full context."""
+        return max(self.total_pages - self.window_pages, 0) * self.page_cells
+
+    @property
     def spills(self) -> bool:
         return self.window_pages < self.total_pages
 
@@ -95,7 +100,7 @@ class Budget:
             "total_pages": self.total_pages,
             "window_pages": self.window_pages,
             "window_cells": self.window_cells,
-            "tail_pages": max(self.total_pages - self.window_pages, 0),
+            "tail_pages": self.tail_cells // self.page_cells,
             "ring_slots": self.ring.num_slots if self.ring else 0,
             "ring_slot_pages": self.ring.slot_pages if self.ring else 0,
             "ubatch": self.ubatch,

@@ -136,9 +136,8 @@ def budget_table(budget: Budget) -> str:
     rows.append(("total on the device", format_size(budget.total_bytes)))
     if budget.cap_bytes is not None:
         rows.append(("cap", format_size(budget.cap_bytes)))
-    tail_pages = max(budget.total_pages - budget.window_pages, 0)
     rows.append(("cells resident", str(budget.window_cells)))
-    rows.append(("cells in the tail", str(tail_pages * budget.page_cells)))
+    rows.append(("cells in the tail", str(budget.tail_cells)))
     rows.append(("host memory for the tail", format_size(budget.host_tail_bytes)))
     return table(rows, align=("left", "right"))
 

@@ -48,7 +48,7 @@ FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("F7 what a run holds", ("run_plan",)),
     ("F7 .. the loop", ("engine",)),
     ("F7 .. from a file to it", ("startup",)),
-    ("F8 tasks and printing", ("tasks.generate", "tasks.equiv_specs", "tasks.record", "tasks.ceilings", "tasks.ladder", "tasks.peers", "tasks.answers", "report")),
+    ("F8 tasks and printing", ("tasks.generate", "tasks.equiv_specs", "tasks.record", "tasks.ceilings", "tasks.ladder", "tasks.peers", "tasks.answers", "tasks.suggest", "report")),
     ("F8 .. from those", ("tasks.haystack", "tasks.logit_equiv", "tasks.climb", "tasks.ladder_rows")),
     ("F8 .. from those", ("tasks.needle", "tasks.ladder_prompts")),
     ("F9 the door for programs", ("",)),

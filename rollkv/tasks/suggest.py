@@ -1,0 +1,74 @@
+"""The ways in which a context fits under a cap: exact, with what does not fit streamed; or lossy, with cells of fewer bits. Plans alone; prints nothing."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rollkv.budget import Budget
+from rollkv.config import CacheConfig
+from rollkv.errors import OutOfMemoryError, UsageError
+
+# What `rollkv generate` is asked for, beside the default; then the fields of CacheConfig that say it. Keys need more bits than values.
+_KINDS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("", {}),
+    ("--cache-type-tail-k q8_0 --cache-type-tail-v q8_0", {"tail_key_type": "q8_0", "tail_value_type": "q8_0"}),
+    ("--cache-type-k q8_0 --cache-type-v q8_0", {"key_type": "q8_0", "value_type": "q8_0"}),
+    ("--cache-type-k q8_0 --cache-type-v turbo3", {"key_type": "q8_0", "value_type": "turbo3"}),
+    ("--cache-type-k q4_0 --cache-type-v q4_0 --kv-rotate", {"key_type": "q4_0", "value_type": "q4_0", "kv_rotate": True}),
+    ("--cache-type-k turbo4 --cache-type-v turbo4", {"key_type": "turbo4", "value_type": "turbo4"}),
+    ("--cache-type-k turbo4 --cache-type-v turbo2", {"key_type": "turbo4", "value_type": "turbo2"}),
+    ("--cache-type-k turbo3 --cache-type-v turbo3", {"key_type": "turbo3", "value_type": "turbo3"}),
+    ("--cache-type-k turbo2 --cache-type-v turbo2", {"key_type": "turbo2", "value_type": "turbo2"}),
+)
+
+MakeBudget = Callable[[CacheConfig], Budget]
+
+
+@dataclass(frozen=True)
+class Way:
+    """One of them. options: what to give beside model, length and cap."""
+
+    options: str
+    cache: CacheConfig
+    budget: Budget
+
+    @property
+    def exact(self) -> bool:
+        """The bits of the resident run, wherever its cells lie."""
+        return not self.cache.lossy
+
+    @property
+    def tokens_per_second(self) -> float:
+        """At most, behind a full context."""
+        return 1 / self.budget.step.seconds
+
+    def as_dict(self) -> dict[str, object]:
+        return {"options": self.options, "exact": self.exact, "budget": self.budget.as_dict()}
+
+
+def ways_to_fit(cache: CacheConfig, make: MakeBudget) -> tuple[Way, ...]:
+    """Those that fit, the fastest first and an exact one before a lossy one of its speed. cache: f16, as large a window as the cap allows; make: the
+    budget under the cap, with the errors of run_budget.
+
+    Raises OutOfMemoryError, that of the exact way, when none fits.
+    """
+    found: list[Way] = []
+    refusal: OutOfMemoryError | None = None
+    for options, asked in _kinds(cache):
+        try:
+            found.append(Way(options, asked, make(asked)))
+        except OutOfMemoryError as error:
+            refusal = refusal or error
+        except UsageError:  # heads that the type cannot hold
+            continue
+    if not found:
+        assert refusal is not None
+        raise refusal
+    spills = any(way.exact and way.budget.spills for way in found)
+    useful = [way for way in found if spills or not way.cache.recodes]  # without a tail its type says nothing
+    return tuple(sorted(useful, key=lambda way: (-way.tokens_per_second, not way.exact)))
+
+
+def _kinds(cache: CacheConfig) -> Iterator[tuple[str, CacheConfig]]:
+    for options, fields in _KINDS:
+        yield options, replace(cache, **fields)

@@ -1,10 +1,15 @@
 """`rollkv plan`: the memory budget of a run, from the header of the file alone, and the speed that the card's rates allow."""
 
-from typing import Annotated
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rollkv.cli import options, positions
+from rollkv.errors import UsageError
+
+if TYPE_CHECKING:
+    from rollkv.tasks.suggest import Way
 
 
 def plan(
@@ -30,6 +35,9 @@ def plan(
     ] = None,
     probe_link: Annotated[bool, typer.Option("--probe-link", help="Measure link and device memory of the GPU again.")] = False,
     link_gbps: options.LinkGbps = None,
+    suggest: Annotated[
+        bool, typer.Option("--suggest", help="List the ways in which the context fits under the cap, exact and lossy, instead of one plan.")
+    ] = False,
     output: options.Output = "text",
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Show the link and how the staging ring was chosen, on stderr.")] = False,
 ) -> None:
@@ -39,6 +47,8 @@ def plan(
     options.check_machine("auto", device)
     cap = options.size_option(vram_target, "--vram-target")
     given = options.link_option(link_gbps)
+
+    from functools import partial
 
     from rollkv import dual_chunk, report
     from rollkv.kv_formats import kv_words
@@ -50,7 +60,9 @@ def plan(
     from rollkv.tasks.ceilings import known_rates
     from rollkv.tasks.generate import cache_config
     from rollkv.tasks.record import kv_facts
+    from rollkv.tasks.suggest import ways_to_fit
     from rollkv.ubatch import shrunk_words
+    from rollkv.units import format_size
 
     path = model or default_model()
     with open_model(path) as file:
@@ -67,20 +79,59 @@ def plan(
         kv_rotate=kv_rotate,
         kv_protect=kv_protect,
     )
+    if suggest and cap is None:
+        raise UsageError("--suggest needs a cap to fit under; give --vram-target, such as 12GiB")
+    if suggest and cache != cache_config(cache.ctx_size, ubatch=ubatch, kv_protect=kv_protect):
+        raise UsageError("--suggest chooses types and window itself; leave --cache-type-*, --kv-rotate, --residency and --window out")
     config = positions.positioned(config, cache, dca, dca_chunk, dca_local, rope_original_ctx, hf_config)
     check_length(config, cache.ctx_size, path, report.warn)
     rates, link = known_rates(device, again=probe_link, tell=report.note, warn=report.warn)
     if given is not None:
         rates = rates.with_link(given)
-    budget = plan_run(path, cache, config=config, vram_target=cap, rates=rates)
+    make = partial(plan_run, path, config=config, vram_target=cap, rates=rates)
+    facts = {"model": str(path), "ctx_size": cache.ctx_size, **dual_chunk.facts(config), **link.as_dict()}
+    if suggest and cap is not None:
+        ways = ways_to_fit(cache, make)
+        if as_json:
+            report.write_json({**facts, "ways": [{**kv_facts(way.cache), **way.as_dict()} for way in ways]})
+        else:
+            report.write_text(f"{path}, {cache.ctx_size} cells, {dual_chunk.short_words(config)}, cap {format_size(cap)}\n{_table(ways)}\n")
+        return
+    budget = make(cache)
     if (words := shrunk_words(cache, config, budget)) is not None:
         report.warn(words)
     if as_json:
-        facts = {"model": str(path), "ctx_size": cache.ctx_size, **kv_facts(cache), **dual_chunk.facts(config)}
-        report.write_json({**facts, "budget": budget.as_dict(), **link.as_dict()})
+        report.write_json({**facts, **kv_facts(cache), "budget": budget.as_dict()})
     else:
         heading = f"{path}, {cache.ctx_size} cells, {kv_words(cache)}, {dual_chunk.short_words(config)}"
         report.write_text(f"{heading}\n{report.budget_table(budget)}\n{report.prediction_line(budget)}\n")
     if verbose:
         report.note(report.link_line(rates, link))
         report.note(report.ring_line(budget))
+
+
+def _table(ways: "Sequence[Way]") -> str:
+    """A line a way, and what its first word means."""
+    from rollkv import report
+    from rollkv.units import format_size
+
+    rows = [
+        (
+            "exact" if way.exact else "lossy",
+            way.options or "(the default)",
+            f"{way.tokens_per_second:.1f}",
+            str(way.budget.window_cells),
+            str(way.budget.tail_cells),
+            format_size(way.budget.host_tail_bytes),
+            format_size(way.budget.total_bytes),
+        )
+        for way in ways
+    ]
+    headings = ("", "options", "tok/s at most", "cells resident", "in the tail", "host memory", "device memory")
+    fits = any(way.exact and not way.budget.spills for way in ways)
+    return (
+        report.table(rows, headings, align=("left", "left", *["right"] * 5))
+        + ("\n\nEvery f16 cell fits into VRAM: nothing has to be streamed or lost." if fits else "")
+        + "\n\nexact: the bits of a run that keeps every f16 cell in VRAM. lossy: cells are rounded to fewer bits and logits change; rollkv logit-equiv"
+        "\ntells by how much. Rates are bounds behind a full context."
+    )

@@ -1,0 +1,94 @@
+"""The ways in which a context fits under a cap."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollkv.budget import Budget
+from rollkv.cli.main import main
+from rollkv.config import CacheConfig
+from rollkv.errors import OutOfMemoryError
+from rollkv.startup import plan
+from rollkv.tasks.suggest import Way, ways_to_fit
+from rollkv.units import GIB
+
+MODEL = "synth:qwen3-8b"
+
+
+def ways(cap: int, ctx_size: int = 65536) -> tuple[Way, ...]:
+    return ways_to_fit(CacheConfig(ctx_size), lambda cache: plan(MODEL, cache, vram_target=cap))
+
+
+def test_the_fastest_comes_first_and_every_way_is_what_its_options_plan() -> None:
+    found = ways(12 * GIB)
+    rates = [way.tokens_per_second for way in found]
+    assert rates == sorted(rates, reverse=True) and len(found) == 9
+    exact = [way for way in found if way.exact]
+    assert [way.options for way in exact] == [""] and exact[0].budget.spills
+    for way in found:
+        assert way.budget == plan(MODEL, way.cache, vram_target=12 * GIB) and way.budget.total_bytes <= 12 * GIB
+        assert way.exact == (not way.cache.lossy)
+
+
+def test_a_tail_has_no_type_where_nothing_spills() -> None:
+    found = ways(24 * GIB)
+    assert not any(way.budget.spills or way.cache.recodes for way in found)
+    assert len(found) == 8 and found[-1].exact  # f16 moves the most bytes
+
+
+def test_ways_that_do_not_fit_are_left_out() -> None:
+    """A budget that refuses everything but one type."""
+
+    def make(cache: CacheConfig) -> Budget:
+        if cache.key_type != "turbo2":
+            raise OutOfMemoryError(f"too large: {cache.key_type}")
+        return plan("synth:tiny", cache)
+
+    assert [way.cache.key_type for way in ways_to_fit(CacheConfig(4096), make)] == ["turbo2"]
+    with pytest.raises(OutOfMemoryError, match="too large: f16"):
+        ways_to_fit(CacheConfig(4096), lambda cache: make(replace(cache, key_type="f16")))
+
+
+def options(text: str) -> dict[str, Any]:
+    """What `generate` would make of the options of a way."""
+    words = text.split()
+    return {word: words[index + 1] if word.startswith("--cache") else True for index, word in enumerate(words) if word.startswith("--")}
+
+
+def test_the_options_say_what_was_planned() -> None:
+    for way in ways(12 * GIB):
+        said, cache = options(way.options), way.cache
+        assert said.get("--cache-type-k", "f16") == cache.key_type and said.get("--cache-type-v", "f16") == cache.value_type
+        assert said.get("--cache-type-tail-k") == cache.tail_key_type and said.get("--cache-type-tail-v") == cache.tail_value_type
+        assert said.get("--kv-rotate", False) == cache.kv_rotate
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("ROLLKV_CACHE_DIR", str(tmp_path))
+    command = ("plan", "-m", MODEL, "-c", "65536", "--vram-target", "12GiB", "--suggest")
+    assert main([*command]) == 0
+    text = capsys.readouterr().out
+    assert text.count("\nlossy ") == 8 and text.count("\nexact ") == 1 and "(the default)" in text
+    assert main([*command, "-o", "json"]) == 0
+    found = json.loads(capsys.readouterr().out)["ways"]
+    assert [way["exact"] for way in found].count(True) == 1 and {"cache_type_k", "options", "budget"} <= found[0].keys()
+    assert main([*command[:5], "--vram-target", "24GiB", "--suggest"]) == 0
+    assert "Every f16 cell fits" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ((), "give --vram-target"),
+        (("--vram-target", "12GiB", "--cache-type-k", "q8_0"), "leave --cache-type-"),
+        (("--vram-target", "12GiB", "--window", "4096"), "leave --cache-type-"),
+        (("--vram-target", "1GiB"), "too small"),
+    ],
+)
+def test_refusals_are_one_line(more: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "-m", MODEL, "-c", "65536", "--suggest", *more]) != 0
+    out, err = capsys.readouterr()
+    assert out == "" and words in err and err.count("error: ") == 1 and err.rstrip().splitlines()[-1].startswith("rollkv: error: ")

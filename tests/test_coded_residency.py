@@ -98,7 +98,7 @@ TAILS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("types,limit", zip(TAILS, (0.01, 0.4, 0.4, 0.4, 0.01), strict=True))
+@pytest.mark.parametrize("types,limit", list(zip(TAILS, (0.01, 0.4, 0.4, 0.4, 0.01), strict=True)))
 def test_a_tail_of_its_own_type_is_close_to_the_window_alone(types: str, limit: float) -> None:
     """As close as such models are, which double the error of bf16 cells to 1e-3."""
     resident = rows(engine("tiny", **TAILS[types]))

@@ -98,7 +98,7 @@ TAILS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("types,limit", zip(TAILS, (0.01, 0.4, 0.4, 0.4, 0.01), strict=True))
+@pytest.mark.parametrize("types,limit", list(zip(TAILS, (0.01, 0.4, 0.4, 0.4, 0.01), strict=True)))
 def test_a_tail_of_its_own_type_is_close_to_the_window_alone(types: str, limit: float) -> None:
     """As close as such models are, which double the error of bf16 cells to 1e-3."""
     resident = rows(engine("tiny", **TAILS[types]))
@@ -167,3 +167,13 @@ def test_the_detector_sees_outgoing_pages_used_too_early(monkeypatch: pytest.Mon
     with engine("tiny", backend=race_detector.RaceDetector(), window=PAGE, **TAILS["f16, tail q8_0"]) as run:
         with pytest.raises(AssertionError, match="COMPUTE overwrites a page that COPY_OUT may still be reading"):
             run.prefill(TOKENS)
+
+
+@pytest.mark.parametrize("types", ["turbo3", "f16, tail turbo4", "q8_0/f16, tail q4_0/turbo3"])
+def test_recorded_steps_give_the_ids_of_direct_ones(types: str) -> None:
+    found = []
+    for backend in (race_detector.Recording(), race_detector.RaceDetector()):
+        with engine("tiny", backend=backend, window=2 * PAGE, **(TYPES | TAILS)[types]) as run:
+            found.append([list(run.generate_ids(TOKENS[:53], 60)) for _ in range(2)])
+        assert isinstance(backend, race_detector.Recording) == (getattr(backend, "replays", 0) > 60)
+    assert found[0] == found[1] and found[0][0] == found[0][1]

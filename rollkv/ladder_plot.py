@@ -10,7 +10,8 @@ from rollkv.plots import save
 from rollkv.units import MIB
 
 _CURVE_POINTS = 200
-_WIDE = 32  # tails that differ by more than this factor stand on a logarithmic axis: on a linear one the knee would lie within its first mark
+# Tails that differ by more than this factor stand on a logarithmic axis: on a linear one the knee would lie within its first mark.
+_WIDE = 32
 _MARKERS = (("o", "black"), ("s", "#3b6fb5"))  # of two variants at most
 _STYLES = {"sum": ("#c8553d", "--"), "overlap": ("#4c9f70", "-")}
 

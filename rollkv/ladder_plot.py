@@ -10,6 +10,8 @@ from rollkv.plots import save
 from rollkv.units import MIB
 
 _CURVE_POINTS = 200
+# Tails that differ by more than this factor stand on a logarithmic axis: on a linear one the knee would lie within its first mark.
+_WIDE = 32
 _MARKERS = (("o", "black"), ("s", "#3b6fb5"))  # of two variants at most
 _STYLES = {"sum": ("#c8553d", "--"), "overlap": ("#4c9f70", "-")}
 
@@ -30,15 +32,21 @@ def draw(series: Sequence[Series], ceiling: Callable[[float], float | None], pat
     from matplotlib.figure import Figure
 
     rows = [row for one in series for row in one.rows]
-    largest = max((row["tail_bytes"] for row in rows), default=0)
+    spilled = [row["tail_bytes"] for row in rows if row["tail_bytes"]]
+    largest, smallest = max(spilled, default=0), min(spilled, default=0)
+    wide = largest > _WIDE * smallest
     xs = [largest * index / _CURVE_POINTS for index in range(_CURVE_POINTS + 1)]
+    if wide:
+        xs = [smallest * index / _CURVE_POINTS for index in range(_CURVE_POINTS)]
+        xs += [smallest * (largest / smallest) ** (index / _CURVE_POINTS) for index in range(_CURVE_POINTS + 1)]
     with_prefill = all(row["pp_tokens_per_second"] is not None for row in rows)
     figure = Figure(figsize=(10 if with_prefill else 6, 4.5), layout="constrained")
     decode, *prefill = figure.subplots(1, 2 if with_prefill else 1, squeeze=False)[0]
     for one, (marker, colour) in zip(series, _MARKERS, strict=False):
         points = sorted(one.rows, key=lambda row: row["tail_bytes"])
         tails = [row["tail_bytes"] / MIB for row in points]
-        decode.plot(tails, [row["tg_tokens_per_second"] for row in points], marker, color=colour, label=f"measured, {one.name}")
+        rates = [row["tg_tokens_per_second"] for row in points]
+        decode.plot(tails, rates, marker, color=colour, fillstyle="none", label=f"measured, {one.name}")
         for fit in one.fits:
             fit_colour, line = _STYLES[fit.model]
             shown = [(x / MIB, 1 / fit.seconds(x)) for x in xs if fit.seconds(x) > 0]
@@ -53,8 +61,13 @@ def draw(series: Sequence[Series], ceiling: Callable[[float], float | None], pat
     for axes, name in zip((decode, *prefill), ("decode", "prefill"), strict=False):
         axes.set_xlabel("tail, MiB")
         axes.set_ylabel(f"{name}, tokens a second")
-        axes.set_ylim(0, 1.05 * axes.dataLim.ymax)
+        if wide:
+            axes.set_xscale("symlog", linthresh=smallest / MIB)
+        if not wide or axes is not decode:
+            axes.set_ylim(0, 1.05 * axes.dataLim.ymax)
         axes.grid(alpha=0.3)
+    if wide:
+        decode.set_yscale("log")
     for axes in (decode, *prefill):
         axes.legend(fontsize=8)
     figure.suptitle(title, fontsize=9)

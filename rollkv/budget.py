@@ -29,6 +29,9 @@ DEFAULT_CONTEXT_BYTES = 520 * MIB
 DEFAULT_MODULES_BYTES = 96 * MIB
 SLACK_BYTES = 4 * MIB  # at least: the arena is taken in whole granules
 _OVERHEAD = ("context", "modules")
+_RECORDED = "recorded step"
+# What the driver takes for a recorded step, by pieces of the tail, a copy and a launch each: 6 MiB for 3,552 on an H200, nothing that showed for 1,536.
+_RECORDED_FREE_PIECES, _RECORDED_PIECE_BYTES = 1536, 3328
 
 
 @dataclass(frozen=True)
@@ -83,8 +86,8 @@ class Budget:
 
     @property
     def run_bytes(self) -> int:
-        """The other piece that the engine takes: everything but context, modules and weights."""
-        return self.total_bytes - sum(size for name, size in self.device if name in (*_OVERHEAD, "weights"))
+        """The other piece that the engine takes: everything but weights and what the driver holds."""
+        return self.total_bytes - sum(size for name, size in self.device if name in (*_OVERHEAD, _RECORDED, "weights"))
 
     def lines(self) -> list[tuple[str, int]]:
         """Device memory by name, with a word where a size is an estimate; they add up to total_bytes."""
@@ -222,7 +225,8 @@ class _Planner:
         total = self._total_pages
         plans = plans_for(windows, total, max(self._tails))
         arena = self._fixed_bytes + sum(self._moving(plans.window_pages, plans.num_slots * plans.slot_pages).values())
-        sizes = self.overhead.context_bytes + self.overhead.modules_bytes + arena + _slack(arena)
+        recorded = self._recorded_bytes(total - plans.window_pages, np.maximum(plans.slot_pages, 1))
+        sizes = self.overhead.context_bytes + self.overhead.modules_bytes + recorded + arena + _slack(arena)
         resident = resident_cost(self._traffic, self.rates).seconds
         tails = np.maximum(total - plans.window_pages, 1)
         streamed = streamed_cost(self._traffic, self.rates, tails, plans.num_slots, np.maximum(plans.slot_pages, 1)).seconds
@@ -258,6 +262,12 @@ class _Planner:
             "outgoing pages": 2 * round_up(self._outgoing_slots(window) * in_tail, ALIGNMENT),
         }
 
+    def _recorded_bytes(self, tail: Any, slot_pages: Any) -> Any:
+        """Of a step with so many pages of every full-attention layer in the tail: numbers, or arrays of plans."""
+        slot_bytes = slot_pages * max(self._tails, default=0)
+        pieces = sum(layers * pages_for(tail, slot_bytes // size) for size, layers in Counter(self._tails).items())
+        return round_up(np.maximum(pieces - _RECORDED_FREE_PIECES, 0) * _RECORDED_PIECE_BYTES, GRANULE_BYTES)
+
     def _fresh_slots(self, window: Any) -> Any:
         """In each of the two pools; none where nothing spills."""
         touched = fresh_pages(self._rows, self.cache.page_cells, 0)
@@ -272,7 +282,8 @@ class _Planner:
         tail = self._total_pages - window
         arena = {"weights": 0} | self._moving(window, ring.num_slots * ring.slot_pages if ring else 0) | self._always
         arena["slack"] = _slack(sum(arena.values()))
-        lines = {"context": self.overhead.context_bytes, "modules": self.overhead.modules_bytes} | arena
+        recorded = self._recorded_bytes(tail, ring.slot_pages if ring else 1)
+        lines = {"context": self.overhead.context_bytes, "modules": self.overhead.modules_bytes, _RECORDED: recorded} | arena
         return Budget(
             device=tuple((name, int(size)) for name, size in lines.items() if size),
             cap_bytes=self.cap_bytes,

@@ -7,7 +7,8 @@ A step reads every weight and every cached cell once from device memory. Meanwhi
   compute = bytes of weights and cells / rate of device memory, and what pieces cost though they have long arrived: ARRIVAL_SECONDS each,
             WAIT_SECONDS for those that one wait serves (half of the slots), LAUNCH_SECONDS for those of a layer but its last, which goes with the window
   link    = over all pieces: max(PIECE_FLOOR_SECONDS, PIECE_LATENCY_SECONDS + bytes / rate of the link)
-  stalls  = over all layers: what of the time between two attentions (that of a layer's weights) copies into all slots do not fill
+  stalls  = over all layers: what copies do not fill of the time of its last attention, of the window, which holds a slot meanwhile, with the other
+            slots; and of the time between two attentions, that of a layer's weights, with what is left of all slots
   drain   = what is computed behind the last piece: a layer's weights
 """
 
@@ -122,11 +123,13 @@ def streamed_cost(traffic: Traffic, rates: Bandwidths, tail_pages: Any, num_slot
     Each of the three is a number, or an array of plans."""
     elsewhere = traffic.fixed_bytes / len(traffic.page_bytes) / rates.hbm
     link = stalls = pieces = 0.0
-    for page_bytes, layers in Counter(traffic.tail_page_bytes).items():
+    for (page_bytes, window_page_bytes), layers in Counter(zip(traffic.tail_page_bytes, traffic.page_bytes, strict=True)).items():
         count = pages_for(tail_pages, slot_pages * max(traffic.tail_page_bytes) // page_bytes)  # pieces of a layer
         piece = piece_seconds(tail_pages * page_bytes / count, rates.link)
         link = link + layers * count * piece
-        stalls = stalls + layers * np.maximum(elsewhere - num_slots * piece, 0.0)
+        last = (traffic.total_pages - tail_pages) * window_page_bytes / rates.hbm
+        ahead = (num_slots - 1) * piece - last  # copies that fit in beside the last attention and are left for afterwards
+        stalls = stalls + layers * (np.maximum(-ahead, 0.0) + np.maximum(elsewhere - piece - np.maximum(ahead, 0.0), 0.0))
         arrivals = count * (ARRIVAL_SECONDS + WAIT_SECONDS / np.maximum(num_slots // 2, 1)) + (count - 1) * LAUNCH_SECONDS
         pieces = pieces + layers * arrivals
     return StepCost(traffic.with_tail(tail_pages) / rates.hbm + pieces, link, stalls, elsewhere)

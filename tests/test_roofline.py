@@ -41,10 +41,14 @@ def test_a_streamed_step_by_hand() -> None:
     assert cost.drain == pytest.approx(0.002)
     assert cost.stalls == 0, "6 ms of copies fill the ring, 2 ms of weights a layer"
     assert cost.seconds == pytest.approx(cost.link + 0.002) and cost.bound == "link"
-    # On a slower device the weights of a layer take 4 ms: two slots of one page are full after 2 of them.
+    # On a slower device the four pages of a layer's window take 0.08 ms and its weights 4: two slots of one page are full 1 ms after the last piece has come, and
+    # the other 1 ms after it has been attended to.
     slow = Bandwidths(1e9, 50e9)
-    assert streamed_cost(traffic, slow, 6, 2, 1).stalls == pytest.approx(2 * (0.004 - 0.002 - 6.6e-6))
-    assert streamed_cost(traffic, slow, 6, 4, 1).stalls == 0
+    assert streamed_cost(traffic, slow, 6, 2, 1).stalls == pytest.approx(2 * (0.00008 + 0.004 - 0.002 - 6.6e-6))
+    assert streamed_cost(traffic, slow, 6, 8, 1).stalls == 0
+    # Where the window takes longer than the copies beside it, the link waits for the slot that it holds.
+    long = Traffic(0, (1_000_000,) * 2, 1000)
+    assert streamed_cost(long, slow, 6, 2, 3).stalls == pytest.approx(2 * (994 * 1e6 / 50e9 - 0.003 - 3.3e-6))
     short = streamed_cost(traffic, rates, 1, 4, 1)
     assert short.bound == "device memory" and short.seconds == pytest.approx(0.0042 + 2 * (ARRIVAL_SECONDS + WAIT_SECONDS / 2))
 

@@ -8,7 +8,7 @@ DEFAULT_UBATCH = 4096
 SMALLEST_UBATCH = 256  # that a ubatch nobody asked for is halved to
 
 Dtype = Literal["f32", "f16", "bf16", "i32", "u8"]
-KvType = Literal["f32", "f16", "bf16"]
+KvType = Literal["f32", "f16", "bf16", "q8_0", "q4_0", "turbo4", "turbo3", "turbo2"]
 DTYPE_BYTES: dict[str, int] = {"f32": 4, "f16": 2, "bf16": 2, "i32": 4, "u8": 1}
 
 

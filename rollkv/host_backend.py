@@ -380,9 +380,9 @@ def _page_views(raw: np.ndarray, page: PageFormat) -> tuple[np.ndarray, np.ndarr
     return keys, raw[page.key_bytes :].view(_STORED[page.value_type]).reshape(*shape, page.value_dim)
 
 
-def _encode(x: np.ndarray, kind: Dtype) -> np.ndarray:
+def _encode(x: np.ndarray, kind: str) -> np.ndarray:
     return reference.to_bf16_bits(x) if kind == "bf16" else x.astype(_STORED[kind])
 
 
-def _decode(x: np.ndarray, kind: Dtype) -> np.ndarray:
+def _decode(x: np.ndarray, kind: str) -> np.ndarray:
     return reference.from_bf16_bits(x) if kind == "bf16" else x

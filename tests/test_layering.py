@@ -18,12 +18,12 @@ KERNELS = (
 # fmt: off
 FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("F0 errors", ("errors",)),
-    ("F0 .. words", ("units", "phases", "cache_dir", "whole_file")),
+    ("F0 .. words", ("units", "phases", "cache_dir", "whole_file", "kv_types")),
     ("F1 facts", ("config",)),
     ("F2 .. random bits", ("split_mix",)),
     ("F2 files and pure functions",
      ("gguf_header", "quants", "pretokenizers", "vocabulary", "score_merge", "chat_sandbox", "sampling", "stop_strings", "pages", "rope", "host_memory", "numa", "models",
-      "counts", "prose", "metrics", "logit_file", "plots", "ladder_fit", "synth_shapes")),
+      "counts", "prose", "metrics", "kv_codes", "logit_file", "plots", "ladder_fit", "synth_shapes")),
     ("F2 .. from those", ("gguf_file", "dual_chunk", "tokenizer", "chat", "ladder_plot", "page_maker", "stream_plan", "workspace", "roofline", "residency", "synth_blocks", "synth_circuit", "synth_words")),
     ("F2 .. the sum of it", ("model_config", "hf_config", "budget", "machine_rates", "synth_plan", "synth_noise")),
     ("F2 .. from those", ("synth", "ubatch")),

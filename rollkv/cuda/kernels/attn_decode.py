@@ -8,7 +8,7 @@ import numpy as np
 from rollkv.backend import PageFormat, PageRun, PartStates, Projected
 from rollkv.config import KvType, LayerConfig
 from rollkv.cuda.device import DeviceArray, Launcher, check_array
-from rollkv.cuda.kernels.kv_format import check_projected, check_run, template_arguments
+from rollkv.cuda.kernels.kv_format import check_projected, check_run, plain_arguments
 from rollkv.cuda.nvrtc import KernelError, KernelSpec
 from rollkv.rope import bands, rotations
 
@@ -75,7 +75,7 @@ def mma_shape(dim: int, group: int, num_kv_heads: int, num_parts: int) -> MmaSha
 @cache
 def spec(key_type: KvType, value_type: KvType, key_dim: int, value_dim: int, heads: int) -> KernelSpec:
     """The float32 kernel for blocks of `heads` query heads."""
-    return KernelSpec("attn_decode.cu", f"attn_decode<{template_arguments(key_type, value_type, key_dim, value_dim)}, {heads}>", early=True)
+    return KernelSpec("attn_decode.cu", f"attn_decode<{plain_arguments(key_type, value_type, key_dim, value_dim)}, {heads}>", early=True)
 
 
 @cache

@@ -53,6 +53,11 @@ __device__ __forceinline__ u32 multiply_half2(u32 a, u32 b) {
   asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
   return product;
 }
+__device__ __forceinline__ u32 fma_half2(u32 a, u32 b, u32 c) {
+  u32 sum;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
+  return sum;
+}
 
 // Element tags: the storage types that templates are instantiated with (Half, Bf16, float).
 struct Half {

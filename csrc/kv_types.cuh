@@ -42,7 +42,7 @@ struct RowFormat {
     if constexpr (kSame<T, Turbo2>) return kDim / 4;
     return kDim * int(sizeof(T));
   }
-  static constexpr int kCodeBytes = code_bytes();
+  static constexpr int kCodeBytes = code_bytes(), kWords = kCodeBytes / 4;
   static constexpr int kGroup = kTurbo<T> ? rotation_group(kDim) : kCoded<T> ? 32 : kDim;
   static constexpr int kScales = kCoded<T> ? kDim / kGroup : 0;
   static constexpr int kRowBytes = kCodeBytes + 2 * kScales;

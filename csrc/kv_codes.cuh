@@ -70,28 +70,33 @@ struct CodedRow {
   u16 scale[kCount];
 };
 
-// A group's sum of one number an element, to all lanes and registers of the group: kRegisters registers of kLanes neighbouring lanes.
+// A group's sum of one number an element, to all its lanes: kRegisters registers of kLanes neighbouring lanes. As long as there are several registers, the two
+// lanes of a pair share them out, so that one exchange serves two.
 template <int kLanes, int kRegisters>
 __device__ __forceinline__ float group_sum(const float* x) {
   float sums[kRegisters];
 #pragma unroll
-  for (int i = 0; i < kRegisters; i++) sums[i] = lanes_sum<kLanes>(x[i]);
+  for (int i = 0; i < kRegisters; i++) sums[i] = x[i];
 #pragma unroll
-  for (int step = 1; step < kRegisters; step *= 2)
+  for (int stride = 1; stride < kLanes; stride *= 2) {
+    if (stride < kRegisters) {  // 2 i of even lanes, 2 i + 1 of odd ones
+      const bool odd = threadIdx.x & stride;
 #pragma unroll
-    for (int i = 0; i < kRegisters; i += 2 * step) sums[i] = __fadd_rn(sums[i], sums[i + step]);
+      for (int i = 0; i < kRegisters / stride / 2; i++) {
+        const float keep = sums[odd ? 2 * i + 1 : 2 * i], give = sums[odd ? 2 * i : 2 * i + 1];
+        sums[i] = __fadd_rn(keep, __shfl_xor_sync(kAllLanes, give, stride));
+      }
+    } else {
+      sums[0] = __fadd_rn(sums[0], __shfl_xor_sync(kAllLanes, sums[0], stride));
+    }
+  }
+#pragma unroll
+  for (int stride = 1; stride < kRegisters; stride *= 2) sums[0] = __fadd_rn(sums[0], __shfl_xor_sync(kAllLanes, sums[0], stride));
   return sums[0];
 }
 
-// A scale to half; NaN where an element of the group is not finite. All lanes and registers of the group must agree on `scale`.
-template <int kLanes, int kRegisters>
-__device__ __forceinline__ u16 scale_bits(const float* x, float scale) {
-  bool sound = true;
-#pragma unroll
-  for (int i = 0; i < kRegisters; i++) sound = sound && fabsf(x[i]) < infinity();
-  const u32 all = kAllLanes >> (32 - kLanes) << threadIdx.x % 32 / kLanes * kLanes;
-  return (__ballot_sync(kAllLanes, sound) & all) == all ? float_to_half_bits(scale) : u16(0x7e00);
-}
+// A scale to half; NaN where an element of the group is not finite.
+__device__ __forceinline__ u16 scale_bits(float scale, bool sound) { return sound ? float_to_half_bits(scale) : u16(0x7e00); }
 
 __device__ __forceinline__ float inverse(float step) { return step == 0.0f ? 0.0f : __fdiv_rn(1.0f, step); }
 
@@ -126,28 +131,33 @@ __device__ __forceinline__ CodedRow<kDim> encode(const HeadRow<kDim>& row) {
         squares[i] = __fmul_rn(chosen, chosen);
         coded.code[g + i] = kSame<T, Turbo2> ? code : code < kUpper ? kUpper - 1 - code | 0x80 : code - kUpper;
       }
-      const float product = group_sum<kLanes, kRegisters>(products);
-      const float scale = norm == 0.0f ? 0.0f : __fdiv_rn(product, group_sum<kLanes, kRegisters>(squares));
-      const u16 bits = scale_bits<kLanes, kRegisters>(x, scale);
+      const float product = group_sum<kLanes, kRegisters>(products), square = group_sum<kLanes, kRegisters>(squares);
+      bool sound = true;
+#pragma unroll
+      for (int i = 0; i < kRegisters; i++) sound = sound && fabsf(x[i]) < infinity();
+      const u32 mine = kAllLanes >> (32 - kLanes) << threadIdx.x % 32 / kLanes * kLanes;
+      sound = (~__ballot_sync(kAllLanes, sound) & mine) == 0;
+      const u16 bits = scale_bits(norm == 0.0f ? 0.0f : __fdiv_rn(product, square), sound);
 #pragma unroll
       for (int i = 0; i < kRegisters; i++) coded.scale[g + i] = bits;
     }
   } else {
 #pragma unroll
     for (int i = 0; i < row.kCount; i++) {  // a register is a group
-      const float x = row.x[i], most = warp_max(fabsf(x));
+      const float x = row.x[i];
+      const u32 most = __reduce_max_sync(kAllLanes, __float_as_uint(fabsf(x)));  // as numbers are ordered so are their bits, NaN above all
       float step;
       int code;
       if constexpr (kSame<T, Q8_0>) {
-        step = __fdiv_rn(most, 127.0f);
+        step = __fdiv_rn(__uint_as_float(most), 127.0f);
         code = 128 + min(max(__float2int_rz(roundf(__fmul_rn(x, inverse(step)))), -127), 127);
       } else {
-        const int first = __ffs(__ballot_sync(kAllLanes, fabsf(x) == most)) - 1;
-        step = __fdiv_rn(__shfl_sync(kAllLanes, x, max(first, 0)), -8.0f);
+        const int first = __ffs(__ballot_sync(kAllLanes, __float_as_uint(fabsf(x)) == most)) - 1;
+        step = __fdiv_rn(__shfl_sync(kAllLanes, x, first), -8.0f);
         code = min(max(__float2int_rz(__fadd_rn(__fmul_rn(x, inverse(step)), 8.5f)), 0), 15);
       }
       coded.code[i] = u32(code);
-      coded.scale[i] = scale_bits<32, 1>(&x, step);
+      coded.scale[i] = scale_bits(step, most < __float_as_uint(infinity()));
     }
   }
   return coded;
@@ -215,10 +225,9 @@ __device__ __forceinline__ void store_row(const HeadRow<kDim>& row, const HeadCe
 template <typename T, int kDim>
 struct EightCodes {
   static constexpr int kLoads = kSame<T, Half> ? 4 : kSame<T, Q8_0> || kSame<T, Turbo3> ? 2 : 1;
-  u32 raw[kLoads];
-  int index;
+  u32 raw[kLoads], index;
 
-  __device__ __forceinline__ void load(const u8* row, int eight) {
+  __device__ __forceinline__ void load(const u8* row, u32 eight) {
     index = eight;
     const u32* words = reinterpret_cast<const u32*>(row);
     if constexpr (kSame<T, Half>) {

@@ -15,19 +15,19 @@ constexpr int kThreads = 256, kUnits = 4;
 template <typename T, int kDim>
 __device__ __forceinline__ void unpack_cells(const HeadCells<T, kDim>& cells, Half* target) {
   using Format = RowFormat<T, kDim>;
-  const int first = blockIdx.z * kThreads * kUnits + threadIdx.x, end = cells.page_cells * (kDim / 8);
+  const u32 first = blockIdx.z * kThreads * kUnits + threadIdx.x, end = cells.page_cells * (kDim / 8);
   EightCodes<T, kDim> eights[kUnits];
   u32 scales[kUnits];
 #pragma unroll
   for (int i = 0; i < kUnits; i++) {
-    const int eight = first + i * kThreads, cell = eight / (kDim / 8), index = eight % (kDim / 8);
+    const u32 eight = first + i * kThreads, cell = eight / (kDim / 8), index = eight % (kDim / 8);
     if (eight >= end) break;
     eights[i].load(cells.codes(cell), index);
     if constexpr (kCoded<T>) scales[i] = fresh(cells.scales(cell) + index * 8 / Format::kGroup);
   }
 #pragma unroll
   for (int i = 0; i < kUnits; i++) {
-    const int eight = first + i * kThreads;
+    const u32 eight = first + i * kThreads;
     if (eight >= end) break;
     uint4 x = eights[i].levels();
     if constexpr (kCoded<T>) {

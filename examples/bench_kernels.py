@@ -22,8 +22,9 @@ from rollkv.cuda.kernels.attn_decode import attend_step_bytes
 from rollkv.cuda.kernels.choose import choose_bytes
 from rollkv.cuda.kernels.linear_rows import linear_rows_bytes
 from rollkv.gguf_file import GgufFile
+from rollkv.kv_formats import page_formats
 from rollkv.model_config import model_config
-from rollkv.rope import rotations
+from rollkv.rope import query_bands, rotations
 from rollkv.synth import open_model
 from rollkv.workspace import choice_bytes, qkv_columns
 
@@ -94,7 +95,7 @@ class Bench:
 
     def attention(self, cache: CacheConfig) -> None:
         backend, layer = self.backend, self.config.layers[0]
-        page = cache.page_format(layer)
+        page = page_formats(self.config, cache)[0]
         pages = -(-self.cells // page.page_cells)
         pools = [backend.empty("window", (pages, page.page_bytes), "u8") for _ in range(L2_BYTES // (pages * page.page_bytes) + 1)]
         for pool in pools:
@@ -103,7 +104,8 @@ class Bench:
         out = self.random(1, layer.num_heads * layer.value_dim)
         position = backend.upload("position", np.array([self.cells - 1], np.int32))
         states = self.random(pages, layer.num_heads, layer.value_dim), self.random(pages, layer.num_heads)
-        parts = PartStates(0, pages, *states, backend.upload("arrivals", np.zeros(layer.num_heads, np.int32)))
+        q = self.random(query_bands(layer.rope), layer.num_heads * layer.key_dim)
+        parts = PartStates(0, pages, *states, backend.upload("arrivals", np.zeros(layer.num_heads, np.int32)), q)
         table = backend.empty("table", (rotations(layer.rope), 1, layer.rope.dim // 2, 2), "f32")
         backend.rope_table(layer.rope, position, position, table)
         norm = RmsNorm(self.random(layer.key_dim), 1e-6) if self.config.qk_norm else None

@@ -75,6 +75,7 @@ class Problem:
     q: DeviceArray
     out: DeviceArray
     state: DeviceArray
+    scratch: DeviceArray
 
     def attend(self, queries: int, position: DeviceArray, cells: int, launches: int) -> None:
         pages = cells // self.page.page_cells
@@ -83,7 +84,7 @@ class Problem:
         for i, (begin, end) in enumerate(zip(edges, edges[1:], strict=False)):
             run, scale = PageRun(self.pool, self.pool.shape[0], begin, begin, end - begin), self.layer.key_dim**-0.5
             ends: dict[str, Any] = {"first": i == 0, "last": i + 1 == launches}
-            self.backend.attend_tile(q, position, run, self.layer, self.page, scale, state, **ends, out=out)
+            self.backend.attend_tile(q, position, run, self.layer, self.page, scale, state, self.scratch, **ends, out=out)
 
 
 def make_problem(backend: CudaBackend, dim: int) -> Problem:
@@ -93,7 +94,8 @@ def make_problem(backend: CudaBackend, dim: int) -> Problem:
     q, out = (backend.empty(name, (queries, HEADS * dim), "f32") for name in ("q", "out"))
     state = backend.empty("state", (queries, HEADS * (dim + STATE_EXTRA)), "f32")
     pool = backend.empty("pages", (cells // page.page_cells, page.page_bytes), "u8")
-    return Problem(backend, layer, page, fill(backend, pool, np.float16), fill(backend, q, np.float32), out, state)
+    scratch = backend.empty("unpacked", (page.unpacked.page_bytes,), "u8")
+    return Problem(backend, layer, page, fill(backend, pool, np.float16), fill(backend, q, np.float32), out, state, scratch)
 
 
 def measure(problem: Problem, queries: int, cells: int, launches: int, ceiling: float) -> list[Any]:

@@ -2,7 +2,8 @@
 
 Arrays and weights are opaque to the model; each backend brings its own. All activations are float32 [rows, columns]; an operation
 writes the output it is given and allocates nothing. Letters: T new tokens, H query heads, Hkv KV heads, G = H / Hkv, Dk and Dv head
-sizes of keys and values, P cells of a page.
+sizes of keys and values, P cells of a page, B bands of pages that queries turn differently for (rope.query_bands). Where a page's format says that it is
+rotated, keys, values and queries go into its frame (kv_codes.rotate) and what was attended comes out of it, all inside the operations.
 
 Three streams exist: COMPUTE, COPY_IN (tail to staging ring) and COPY_OUT (write-through). Operations run on COMPUTE in the order of
 the calls; copies run on the stream they name; `record` and `wait` order streams against each other. A backend may run everything at
@@ -135,6 +136,7 @@ class PartStates:
     out: Operand  # f32 [num_parts, H, Dv], normalised
     lse: Operand  # f32 [num_parts, H], natural logarithm
     arrivals: Operand  # i32 [H]: zeros before and after every operation
+    q: Operand  # f32 [B, H*Dk]: scratch for the step's queries, which a backend may finish once for all of the step's calls
 
 
 @dataclass(frozen=True)
@@ -340,13 +342,17 @@ class Backend(Protocol):
         band: int,
         q: Operand,
     ) -> None:
-        """Norms and rotates keys, rounded to the page's types as the values are, into cells first_position + t of the pages of `runs`, which lie in
+        """Norms and turns keys, rounded or coded to the page's types as the values are, into cells first_position + t of the pages of `runs`, which lie in
         order and cover all of them; and queries as for pages of that band into q, f32 [T, H*Dk]. position i32 [1] holds first_position on the
         device."""
         ...
 
-    def queries(self, projected: Projected, band: int, q: Operand) -> None:
-        """The queries alone, as for pages of another band."""
+    def queries(self, projected: Projected, page: PageFormat, band: int, q: Operand) -> None:
+        """The queries alone, as for pages of this format in another band."""
+        ...
+
+    def reencode(self, source: PageRun, source_page: PageFormat, target: PageRun, target_page: PageFormat) -> None:
+        """The pages of one run, all of whose cells are written, into those of another in another type. Both are rotated, or neither is."""
         ...
 
     def attend_step(
@@ -362,7 +368,7 @@ class Backend(Protocol):
         """Decode, T = 1: does what `append` does, if the runs hold the page of cell position[0], and attends to the pages of the runs: one, or two that
         follow each other, each with the query of its band. The last part is the page of cell position[0]. A step calls it for all of its pages from old to new; the call whose runs hold the last part merges all of them into out,
         f32 [1, H*Dv]. Visible cells end at position[0] and, with layer.sliding_window = W, begin at position[0] - W + 1; a page without a visible cell
-        gives the state (0, -inf). Bits depend on the number of parts, not on how pages are divided into runs. A single part needs no state."""
+        gives the state (0, -inf). The runs of one call are of one format, those of a step may be of two that are rotated alike. Bits depend on the number of parts, not on how pages are divided into runs. A single part needs no state."""
         ...
 
     def attend_tile(
@@ -374,6 +380,7 @@ class Backend(Protocol):
         page: PageFormat,
         scale: float,
         state: Operand,
+        scratch: Operand,
         *,
         first: bool,
         last: bool,
@@ -381,7 +388,8 @@ class Backend(Protocol):
     ) -> None:
         """Prefill, T > 1: walks the run's pages, all of the band of q, from old to new and carries the running state exactly from call to call; `first` starts
         it, `last` writes out f32 [T, H*Dv]. Query t sees cells up to position[0] + t, and within layer.sliding_window if set.
-        state f32 [T, H*(Dv + 8)]: opaque, in a layout of the backend's own."""
+        state f32 [T, H*(Dv + 8)]: opaque, in a layout of the backend's own. scratch u8 [n], of any content: holds at least one page in f16 where
+        pages are coded, for a backend that unpacks them before many rows read them."""
         ...
 
     def add(self, x: Operand, y: Operand, norm: RmsNorm | None = None) -> None:

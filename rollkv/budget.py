@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from rollkv.config import CacheConfig, ModelConfig
+from rollkv.config import CacheConfig, ModelConfig, PageFormat
 from rollkv.errors import OutOfMemoryError, UsageError
 from rollkv.host_memory import HostMemory
+from rollkv.kv_formats import page_formats, tail_formats
 from rollkv.pages import fresh_pages, pages_for, sliding_ring_pages
 from rollkv.residency import choose, plans_for
 from rollkv.roofline import ASSUMED, Bandwidths, StepCost, Traffic, resident_cost, streamed_cost
@@ -56,6 +57,7 @@ class Budget:
     ubatch: int  # rows of the largest step
     step: StepCost  # of decode behind a full context
     rates: Bandwidths  # that it was reckoned with
+    outgoing_slots: int = 0  # in each of the two pools of pages on their way to a tail of another type; 0 without
 
     @property
     def total_bytes(self) -> int:
@@ -171,34 +173,49 @@ class _Planner:
         return min(self.cache.ubatch, self.cache.ctx_size)
 
     @cached_property
+    def _formats(self) -> tuple[PageFormat, ...]:
+        return page_formats(self.config, self.cache)
+
+    @cached_property
     def _pages(self) -> list[int]:
-        """Bytes of a page of every full-attention layer."""
-        return [self.cache.page_format(layer).page_bytes for layer in self.config.layers if layer.sliding_window is None]
+        """Bytes of a page of every full-attention layer, in the window."""
+        return [page.page_bytes for layer, page in zip(self.config.layers, self._formats, strict=True) if layer.sliding_window is None]
+
+    @cached_property
+    def _tails(self) -> list[int]:
+        """Bytes of a page of every full-attention layer, in the tail."""
+        tails = tail_formats(self.config, self.cache)
+        return [page.page_bytes for layer, page in zip(self.config.layers, tails, strict=True) if layer.sliding_window is None]
+
+    @cached_property
+    def _recoded(self) -> bool:
+        """Whether some layer's tail has a type of its own."""
+        return self._formats != tail_formats(self.config, self.cache)
 
     @cached_property
     def _sliding(self) -> list[int]:
         """Bytes of the ring of every sliding-window layer."""
         return [
-            self.cache.page_format(layer).page_bytes
-            * min(self._total_pages, sliding_ring_pages(layer.sliding_window, self._rows, self.cache.page_cells))
-            for layer in self.config.layers
+            page.page_bytes * min(self._total_pages, sliding_ring_pages(layer.sliding_window, self._rows, self.cache.page_cells))
+            for layer, page in zip(self.config.layers, self._formats, strict=True)
             if layer.sliding_window is not None
         ]
 
     @cached_property
     def _traffic(self) -> Traffic:
         seen = sum(
-            self.cache.page_format(layer).page_bytes * min(self.cache.ctx_size, layer.sliding_window) // self.cache.page_cells
-            for layer in self.config.layers
+            page.page_bytes * min(self.cache.ctx_size, layer.sliding_window) // self.cache.page_cells
+            for layer, page in zip(self.config.layers, self._formats, strict=True)
             if layer.sliding_window is not None
         )
-        return Traffic(token_weight_bytes(self.config, self.weight_bytes) + seen, tuple(self._pages), self._total_pages)
+        fixed = token_weight_bytes(self.config, self.weight_bytes) + seen
+        return Traffic(fixed, tuple(self._pages), self._total_pages, tuple(self._tails))
 
     # -- plans -------------------------------------------------------------------------------------------------------------------
     def _best(self, windows: np.ndarray) -> Budget:
         """With one of these windows (pages); the smallest of all plans when none fits."""
         total = self._total_pages
-        plans = plans_for(windows, total, max(self._pages))
+        plans = plans_for(windows, total, max(self._tails))
         arena = self._fixed_bytes + sum(self._moving(plans.window_pages, plans.num_slots * plans.slot_pages).values())
         sizes = self.overhead.context_bytes + self.overhead.modules_bytes + arena + _slack(arena)
         resident = resident_cost(self._traffic, self.rates).seconds
@@ -228,17 +245,23 @@ class _Planner:
 
     def _moving(self, window: Any, ring_pages: Any) -> dict[str, Any]:
         """What the arena holds for a window and a ring of so many pages: numbers, or arrays of plans."""
-        largest = max(self._pages, default=0)
+        largest, in_tail = max(self._pages, default=0), max(self._tails, default=0)
         return {
             "resident window": sum(layers * round_up(window * size, ALIGNMENT) for size, layers in Counter(self._pages).items()),
-            "staging ring": round_up(ring_pages * largest, ALIGNMENT),
+            "staging ring": round_up(ring_pages * in_tail, ALIGNMENT),
             "fresh pages": 2 * round_up(self._fresh_slots(window) * largest, ALIGNMENT),
+            "outgoing pages": 2 * round_up(self._outgoing_slots(window) * in_tail, ALIGNMENT),
         }
 
     def _fresh_slots(self, window: Any) -> Any:
         """In each of the two pools; none where nothing spills."""
         touched = fresh_pages(self._rows, self.cache.page_cells, 0)
         return np.maximum(touched - window, 0) * (window < self._total_pages)
+
+    def _outgoing_slots(self, window: Any) -> Any:
+        """In each of the two pools: pages that the largest step can complete. None where pages go to the tail as they are."""
+        completed = pages_for(self._rows, self.cache.page_cells)
+        return np.minimum(completed, self._total_pages - window) * self._recoded
 
     def _budget(self, window: int, ring: RingShape | None) -> Budget:
         tail = self._total_pages - window
@@ -253,12 +276,13 @@ class _Planner:
             page_cells=self.cache.page_cells,
             ring=ring,
             fresh_slots=int(self._fresh_slots(window)),
-            host_tail_bytes=tail * sum(self._pages),
-            kv_bytes=self._total_pages * sum(self._pages),
+            host_tail_bytes=tail * sum(self._tails),
+            kv_bytes=window * sum(self._pages) + tail * sum(self._tails),
             overhead_measured=self.overhead.measured,
             ubatch=self.cache.ubatch,
             step=self._step(tail, ring),
             rates=self.rates,
+            outgoing_slots=int(self._outgoing_slots(window)),
         )
 
     def _step(self, tail: int, ring: RingShape | None) -> StepCost:

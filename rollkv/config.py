@@ -1,7 +1,9 @@
 """Frozen facts about a model and a run. Foreign names (GGUF keys) become these in model_config.py and nowhere else."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
+
+from rollkv.kv_types import KV_TYPES
 
 DEFAULT_PAGE_CELLS = 256
 DEFAULT_UBATCH = 4096
@@ -92,7 +94,8 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class PageFormat:
-    """One page of one layer: [K then V][Hkv][P][D], the same bytes in the window, in the staging ring and in the tail."""
+    """One page of one layer: [K then V][Hkv], and for a KV head [P][D] plain numbers, or codes [P][code_bytes] and scales f16 [P][D / group]. The same
+    bytes wherever the page lies."""
 
     num_kv_heads: int
     key_dim: int
@@ -100,14 +103,25 @@ class PageFormat:
     key_type: KvType
     value_type: KvType
     page_cells: int
+    key_rotated: bool = False  # held in the frame of kv_codes.rotate, plain numbers too
+    value_rotated: bool = False
 
     @property
     def key_bytes(self) -> int:
-        return self.num_kv_heads * self.page_cells * self.key_dim * DTYPE_BYTES[self.key_type]
+        return self.num_kv_heads * self.page_cells * KV_TYPES[self.key_type].row_bytes(self.key_dim)
 
     @property
     def page_bytes(self) -> int:
-        return self.key_bytes + self.num_kv_heads * self.page_cells * self.value_dim * DTYPE_BYTES[self.value_type]
+        return self.key_bytes + self.num_kv_heads * self.page_cells * KV_TYPES[self.value_type].row_bytes(self.value_dim)
+
+    @property
+    def coded(self) -> bool:
+        return KV_TYPES[self.key_type].coded or KV_TYPES[self.value_type].coded
+
+    @property
+    def unpacked(self) -> "PageFormat":
+        """The same cells in f16."""
+        return replace(self, key_type="f16", value_type="f16")
 
 
 @dataclass(frozen=True)
@@ -122,9 +136,21 @@ class CacheConfig:
     residency: Literal["auto", "full", "window"] = "auto"
     window_cells: int | None = None  # None: as large as the cap allows
     smallest_ubatch: int | None = None  # that ubatch may be halved to where memory is short; None: it stands as it is
+    tail_key_type: KvType | None = None  # of pages that have left the window; None: as in it
+    tail_value_type: KvType | None = None
+    kv_rotate: bool = False  # coded types are rotated, not the turbo types alone
+    protect_layers: int = 0  # the first and the last so many layers keep f16 in place of coded types
 
-    def page_format(self, layer: LayerConfig) -> PageFormat:
-        return PageFormat(layer.num_kv_heads, layer.key_dim, layer.value_dim, self.key_type, self.value_type, self.page_cells)
+    @property
+    def types(self) -> tuple[KvType, ...]:
+        """All that cells may be held in."""
+        tail = self.tail_key_type or self.key_type, self.tail_value_type or self.value_type
+        return (self.key_type, self.value_type, *tail)
+
+    @property
+    def lossy(self) -> bool:
+        """Whether some cells are held in fewer than 16 bits."""
+        return any(KV_TYPES[name].coded for name in self.types)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from rollkv.config import CacheConfig, ModelConfig, SamplingParams
 from rollkv.errors import CheckFailed, UsageError
 from rollkv.gguf_file import GgufFile
 from rollkv.kv_cache import KVCache
+from rollkv.kv_formats import page_formats, tail_formats
 from rollkv.model.decode import Decoder
 from rollkv.model.fill import append_random
 from rollkv.model.forward import announce, choose, enter, forward, logits, move_to
@@ -120,7 +121,8 @@ class Engine:
         self.cache_config, self.budget = cache, budget
         backend.reserve_linear(min(cache.ubatch, cache.ctx_size), widest_input(config), widest_added(config), SLAB_BYTES)
         self._workspace = take_workspace(backend, config, cache)
-        self._cache = KVCache(backend, config, cache, budget, self._workspace["feed_forward"].as_bytes())
+        formats = page_formats(config, cache), tail_formats(config, cache)
+        self._cache = KVCache(backend, config, cache, budget, *formats, self._workspace["attention.staged"])
 
     def _begin(self) -> None:
         self._model = Model(self.backend, self.config, self._weights, self._cache, self._workspace, ropes_of(self.config))

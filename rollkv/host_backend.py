@@ -15,6 +15,8 @@ import numpy as np
 from rollkv import reference
 from rollkv.backend import Loadable, PageRun, PartStates, Projected, RmsNorm, Stream
 from rollkv.config import Dtype, LayerConfig, PageFormat, RopeConfig, SamplingParams
+from rollkv.kv_codes import rotate, turn_back
+from rollkv.kv_page import read_cells, reencode_cells, write_cells
 from rollkv.quants import dequantise
 from rollkv.rope import bands
 from rollkv.sampling import choose
@@ -249,7 +251,7 @@ class HostBackend:
         band: int,
         q: HostArray,
     ) -> None:
-        self.queries(projected, band, q)
+        self.queries(projected, page, band, q)
         keys, values = self._cells(projected, page)
         done = 0
         for run in runs:
@@ -257,25 +259,31 @@ class HostBackend:
                 cell = (first_position + done) % page.page_cells
                 count = min(page.page_cells - cell, len(keys) - done)
                 raw = run.pool.values[(run.first_slot + index) % run.num_slots]  # type: ignore[attr-defined]
-                slot_keys, slot_values = _page_views(raw, page)
-                slot_keys[:, cell : cell + count] = _encode(keys[done : done + count], page.key_type).swapaxes(0, 1)
-                slot_values[:, cell : cell + count] = _encode(values[done : done + count], page.value_type).swapaxes(0, 1)
+                write_cells(raw, page, cell, keys[done : done + count], values[done : done + count])
                 done += count
 
-    def queries(self, projected: Projected, band: int, q: HostArray) -> None:
+    def queries(self, projected: Projected, page: PageFormat, band: int, q: HostArray) -> None:
         layer = projected.layer
         x = projected.qkv.values[:, : layer.num_heads * layer.key_dim]
         x = x if projected.q_norm is None else _normed(x, projected.q_norm)
-        q.values[...] = reference.rope(x, layer.num_heads, projected.table.values[band], layer.rope.style)
+        turned = reference.rope(x, layer.num_heads, projected.table.values[band], layer.rope.style)
+        q.values[...] = _in_frame(turned.reshape(-1, layer.key_dim), page.key_rotated).reshape(q.shape)
 
     def _cells(self, projected: Projected, page: PageFormat) -> tuple[np.ndarray, np.ndarray]:
-        """Keys [T, Hkv, Dk], normed and rotated, and values [T, Hkv, Dv]."""
+        """Keys [T, Hkv, Dk], normed and turned, and values [T, Hkv, Dv], in the frame of the page."""
         layer = projected.layer
         queries, cells = layer.num_heads * layer.key_dim, layer.num_kv_heads * layer.key_dim
         _, k, v = np.split(projected.qkv.values, [queries, queries + cells], axis=1)
         k = k if projected.k_norm is None else _normed(k, projected.k_norm)
         keys = reference.rope(k, layer.num_kv_heads, projected.table.values[-1], layer.rope.style)
-        return keys.reshape(-1, page.num_kv_heads, page.key_dim), v.reshape(-1, page.num_kv_heads, page.value_dim)
+        keys, values = keys.reshape(-1, page.num_kv_heads, page.key_dim), v.reshape(-1, page.num_kv_heads, page.value_dim)
+        return _in_frame(keys, page.key_rotated), _in_frame(values, page.value_rotated)
+
+    def reencode(self, source: PageRun, source_page: PageFormat, target: PageRun, target_page: PageFormat) -> None:
+        for index in range(source.num_pages):
+            raw = source.pool.values[(source.first_slot + index) % source.num_slots]  # type: ignore[attr-defined]
+            other = target.pool.values[(target.first_slot + index) % target.num_slots]  # type: ignore[attr-defined]
+            reencode_cells(raw, source_page, other, target_page, self._precision.type)
 
     def attend_step(
         self,
@@ -288,22 +296,23 @@ class HostBackend:
         out: HostArray,
     ) -> None:
         layer, cell = projected.layer, int(position.values[0])
-        q = self.empty("q", (1, layer.num_heads * layer.key_dim), "f32")
         seen_as = bands(layer.rope, page.page_cells, cell // page.page_cells)
         for run in runs:
             newest = cell // page.page_cells - run.first_page  # where the new cell's page stands in the run, if it does
             held = newest in range(run.num_pages)
             holder = PageRun(run.pool, run.num_slots, (run.first_slot + newest) % run.num_slots, run.first_page + newest, int(held))
-            self.append(projected, position, (holder,), page, cell, 0, q)
+            self.append(projected, position, (holder,), page, cell, 0, parts.q.rows(1))
             for band, *pages in seen_as.split(run.first_page, run.num_pages):
-                self.queries(projected, band, q)
+                q = parts.q.rows(1, band)
+                self.queries(projected, page, band, q)
                 for number, (values, total, maximum) in self._page_parts(q, position, run.part(*pages), layer, page, scale):
                     empty = total[0] == 0
                     with np.errstate(divide="ignore"):
                         parts.lse.values[number - parts.first_page] = np.where(empty, -np.inf, maximum[0] + np.log(total[0]))
                     parts.out.values[number - parts.first_page] = values[0] / np.where(empty, 1, total[0])[:, None]
         if runs[-1].first_page + runs[-1].num_pages == parts.first_page + parts.num_parts:
-            out.values[...] = self._merged(parts.out.values[: parts.num_parts], parts.lse.values[: parts.num_parts]).reshape(1, -1)
+            merged = self._merged(parts.out.values[: parts.num_parts], parts.lse.values[: parts.num_parts])
+            out.values[...] = _out_of_frame(merged, page.value_rotated).reshape(1, -1)
 
     def _merged(self, part_out: np.ndarray, part_lse: np.ndarray) -> np.ndarray:
         """The attention, [H, Dv], whose parts these are: [parts, H, Dv], [parts, H]."""
@@ -319,11 +328,13 @@ class HostBackend:
         page: PageFormat,
         scale: float,
         state: HostArray,
+        scratch: HostArray,
         *,
         first: bool,
         last: bool,
         out: HostArray,
     ) -> None:
+        scratch.values[...] = 0xFF  # what another backend leaves there is no pages
         saved = state.values.reshape(q.shape[0], layer.num_heads, -1)
         walk_out, walk_sum, walk_max = saved[..., : layer.value_dim], saved[..., layer.value_dim], saved[..., layer.value_dim + 1]
         if first:
@@ -333,14 +344,15 @@ class HostBackend:
             running = reference.advance_state(running, part)
         walk_out[...], walk_sum[...], walk_max[...] = running
         if last:
-            out.values[...] = (walk_out / np.where(walk_sum > 0, walk_sum, 1)[..., None]).reshape(q.shape[0], -1)
+            attended = walk_out / np.where(walk_sum > 0, walk_sum, 1)[..., None]
+            out.values[...] = _out_of_frame(attended, page.value_rotated).reshape(q.shape[0], -1)
 
     def _page_parts(self, q: HostArray, position: HostArray, run: PageRun, layer: LayerConfig, page: PageFormat, scale: float) -> Any:
         queries = q.values.reshape(q.shape[0], layer.num_heads, layer.key_dim)
         for index in range(run.num_pages):
             number = run.first_page + index
             raw = run.pool.values[(run.first_slot + index) % run.num_slots]  # type: ignore[attr-defined]
-            keys, values = (_decode(x, t) for x, t in zip(_page_views(raw, page), (page.key_type, page.value_type), strict=True))
+            keys, values = read_cells(raw, page)
             seen = reference.visible_cells(
                 int(position.values[0]), q.shape[0], number * page.page_cells, page.page_cells, layer.sliding_window
             )
@@ -370,19 +382,9 @@ def _normed(x: np.ndarray, norm: RmsNorm) -> np.ndarray:
     return reference.rms_norm(x, norm.weight.values, norm.eps)
 
 
-_STORED = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16}
+def _in_frame(x: np.ndarray, rotated: bool) -> np.ndarray:
+    return rotate(x) if rotated else x
 
 
-def _page_views(raw: np.ndarray, page: PageFormat) -> tuple[np.ndarray, np.ndarray]:
-    """(keys [Hkv, P, Dk], values [Hkv, P, Dv]) in their stored types, views of one page's bytes."""
-    shape = (page.num_kv_heads, page.page_cells)
-    keys = raw[: page.key_bytes].view(_STORED[page.key_type]).reshape(*shape, page.key_dim)
-    return keys, raw[page.key_bytes :].view(_STORED[page.value_type]).reshape(*shape, page.value_dim)
-
-
-def _encode(x: np.ndarray, kind: str) -> np.ndarray:
-    return reference.to_bf16_bits(x) if kind == "bf16" else x.astype(_STORED[kind])
-
-
-def _decode(x: np.ndarray, kind: str) -> np.ndarray:
-    return reference.from_bf16_bits(x) if kind == "bf16" else x
+def _out_of_frame(y: np.ndarray, rotated: bool) -> np.ndarray:
+    return turn_back(y) if rotated else y

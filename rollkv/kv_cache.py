@@ -7,7 +7,8 @@ Streams and the three orderings of stream_plan.py are kept here and only here:
   copied before read       a piece is handed out when COMPUTE waits for its copy, or for one that ends later
   read before reused       a slot's next copy waits for the event recorded when the walk moved past the piece
 A window slot is overwritten only after the write-through of the page it held (again `_written[layer]`), a fresh pool only after the
-write-through of the layer that used it before.
+write-through of the layer that used it before. Where the tail has types of its own, COMPUTE encodes pages anew into an outgoing pool, and that is what is
+written through.
 """
 
 from collections import deque
@@ -41,10 +42,20 @@ class _Pool:
 class KVCache:
     """KV of every layer of one sequence. Cells are appended in order; nothing is ever dropped."""
 
-    def __init__(self, backend: Backend, config: ModelConfig, cache: CacheConfig, budget: Budget, spare: Array | None = None) -> None:
-        """spare: device memory that nobody else uses from `enter_layer` to the end of a layer's attention; steps of many tokens stage pages there too."""
+    def __init__(
+        self,
+        backend: Backend,
+        config: ModelConfig,
+        cache: CacheConfig,
+        budget: Budget,
+        formats: tuple[PageFormat, ...],
+        tail_formats: tuple[PageFormat, ...],
+        spare: Array | None = None,
+    ) -> None:
+        """formats, tail_formats: of each layer's pages in the window, and in tail and staging ring (kv_formats.py). spare: device memory that nobody else
+        uses from `enter_layer` to the end of a layer's attention; steps of many tokens stage pages there too."""
         self._backend = backend
-        self.formats: tuple[PageFormat, ...] = tuple(cache.page_format(layer) for layer in config.layers)
+        self.formats, self._tail_formats = formats, tail_formats
         self._layouts = tuple(_layout(layer, cache, budget) for layer in config.layers)
         self._ropes = tuple(layer.rope for layer in config.layers)
         self._full = [index for index, layout in enumerate(self._layouts) if isinstance(layout, FullLayout)]
@@ -55,21 +66,26 @@ class KVCache:
         )
         self._ring_shape = budget.ring
         self.ctx_size = cache.ctx_size
-        largest = max((self.formats[index].page_bytes for index in self._full), default=0)
+        largest = max((formats[index].page_bytes for index in self._full), default=0)
+        in_tail = max((tail_formats[index].page_bytes for index in self._full), default=0)
         self._ring = (
-            backend.empty("staging ring", (budget.ring.num_slots * budget.ring.slot_pages * largest,), "u8") if budget.ring else None
+            backend.empty("staging ring", (budget.ring.num_slots * budget.ring.slot_pages * in_tail,), "u8") if budget.ring else None
         )
-        slot_bytes = budget.ring.slot_pages * largest if budget.ring else 0
+        slot_bytes = self._slot_bytes = budget.ring.slot_pages * in_tail if budget.ring else 0
+        # Slots are as large for every layer: one whose pages are smaller has more of them in a slot.
+        self._slot_pages = {index: slot_bytes // tail_formats[index].page_bytes for index in self._full}
         self._spare, self._spare_slots = spare, spare.nbytes // slot_bytes if spare is not None and slot_bytes else 0
-        self._fresh = [backend.empty("fresh pages", (budget.fresh_slots * largest,), "u8") for _ in range(2)] if budget.fresh_slots else []
-        self._fresh_slots = budget.fresh_slots
+        self._fresh, self._fresh_slots = _two_pools(backend, "fresh pages", budget.fresh_slots, largest), budget.fresh_slots
+        self._outgoing = _two_pools(backend, "outgoing pages", budget.outgoing_slots, in_tail)
+        self._outgoing_slots = budget.outgoing_slots
         self._tails: dict[int, Any] = {
-            index: backend.host_pages(f"KV tail, layer {index}", layout.tail_pages, self.formats[index].page_bytes)
+            index: backend.host_pages(f"KV tail, layer {index}", layout.tail_pages, tail_formats[index].page_bytes)
             for index, layout in enumerate(self._layouts)
             if isinstance(layout, FullLayout) and layout.tail_pages
         }
         self._written: dict[int, Any] = {}
         self._fresh_free: list[Any] = [None, None]
+        self._outgoing_free: list[Any] = [None, None]
         self._slot_free: dict[int, Any] = {}
         self._steps: tuple[StepPages, ...] = ()
         self._planned: dict[tuple[int, ...], tuple[Piece, ...]] = {}  # the pieces last planned for a single token, by the layers' tails
@@ -111,7 +127,7 @@ class KVCache:
         """The sequence ends, wherever a step was broken off. No copy may be under way."""
         for pending in (self._written, self._slot_free, self._staged, self._walked, self._queue):
             pending.clear()
-        self._fresh_free = [None, None]
+        self._fresh_free, self._outgoing_free = [None, None], [None, None]
         self._lent_to = None
 
     def step_pages(self, layer: int) -> StepPages:
@@ -138,44 +154,45 @@ class KVCache:
         self._write_through(layer, step)
         return band
 
-    def append_and_walk(self, layer: int) -> Iterator[tuple[PageRun, ...]]:
+    def append_and_walk(self, layer: int) -> Iterator[tuple[tuple[PageRun, ...], PageFormat]]:
         """Around a single token's attention, which appends it: the runs as `walk` gives them, but the last staged piece together with the window, which
-        one launch serves. The last run holds the page that takes the new cell, for that page is the newest and a single cell never passes through
-        fresh slots. Take all of them."""
+        one launch serves if they are of one format. The last run holds the page that takes the new cell, for that page is the newest and a single cell
+        never passes through fresh slots. Take all of them."""
         step = self._steps[layer]
         self._make_room(layer, step)
         window = self._run(layer, step.visible[-1])
+        joined = False
         for run, last in self._through_ring(layer, lambda first: 1):
-            yield (run, window) if last else (run,)
-        if len(step.visible) == 1:
-            yield (window,)
+            joined = last and not self._is_recoded(layer)
+            yield (run, window) if joined else (run,), self._tail_formats[layer]
+        if not joined:
+            yield (window,), self.formats[layer]
         self._write_through(layer, step)
 
-    def walk(self, layer: int) -> Iterator[tuple[PageRun, int, bool]]:
-        """The runs that attention walks, old to new, the staged tail first, each with its band and whether it is the last. Several pieces make a run, or
-        two where a band ends. Slots are given back when the walk moves on: issue the attention over a run before asking for the next."""
+    def walk(self, layer: int) -> Iterator[tuple[PageRun, PageFormat, int, bool]]:
+        """The runs that attention walks, old to new, the staged tail first, each with its format, its band and whether it is the last. Several pieces make
+        a run, or two where a band ends. Slots are given back when the walk moves on: issue the attention over a run before asking for the next."""
         seen_as, step = self._bands(layer), self._steps[layer]
         assert seen_as.of(step.first_page) == 0, "the queries of a step lie in one chunk"
-        for run, last in self._places(layer):
+        for run, page, last in self._places(layer):
             parts = seen_as.split(run.first_page, run.num_pages)
             for band, *pages in parts:
-                yield run.part(*pages), band, last and band == parts[-1][0]
+                yield run.part(*pages), page, band, last and band == parts[-1][0]
 
-    def _places(self, layer: int) -> Iterator[tuple[PageRun, bool]]:
-        """The runs by where they are, each with whether it is the last."""
+    def _places(self, layer: int) -> Iterator[tuple[PageRun, PageFormat, bool]]:
+        """The runs by where they are, each with its format and whether it is the last."""
         visible = self._steps[layer].visible
         for segment in visible:
             if segment.place is Place.TAIL:
-                yield from ((run, False) for run, _ in self._through_ring(layer, self._pieces_at_once))
+                yield from ((run, self._tail_formats[layer], False) for run, _ in self._through_ring(layer, self._pieces_at_once))
             else:
-                yield self._run(layer, segment), segment is visible[-1]
+                yield self._run(layer, segment), self.formats[layer], segment is visible[-1]
 
     def _pieces_at_once(self, first: Piece) -> int:
         """How many pieces many rows walk in one launch from this one on: half of what takes turns; all of the ring where it does not."""
         assert self._ring_shape is not None
         if self._is_spare(first):
-            slot_bytes = self._ring_shape.slot_pages * self.formats[first.layer].page_bytes
-            return max(min(self._spare_slots // 2, LARGEST_RUN_BYTES // slot_bytes), 1)
+            return max(min(self._spare_slots // 2, LARGEST_RUN_BYTES // self._slot_bytes), 1)
         return self._ring_shape.num_slots if self._lending else max(self._ring_shape.num_slots // 2, 1)
 
     def _is_spare(self, piece: Piece) -> bool:
@@ -197,11 +214,12 @@ class KVCache:
             self._issue_copies()
 
     def _follows(self, piece: Piece, other: Piece) -> bool:
-        """Whether the other piece lies behind this one, in the layer and in the ring or the spare slots."""
+        """Whether the other piece lies right behind this one, in the layer and in the ring or the spare slots."""
         assert self._ring_shape is not None
         own = self._ring_shape.num_slots
         behind = own + (piece.slot + 1 - own) % self._spare_slots if self._is_spare(piece) else (piece.slot + 1) % own
-        return other.layer == piece.layer and piece.num_pages == self._ring_shape.slot_pages and other.slot == behind
+        full = piece.num_pages * self._tail_formats[piece.layer].page_bytes == self._slot_bytes
+        return other.layer == piece.layer and full and other.slot == behind
 
     def _make_room(self, layer: int, step: StepPages) -> None:
         """Orders COMPUTE behind what still reads the slots that the new cells go to."""
@@ -217,12 +235,13 @@ class KVCache:
     def settle(self) -> None:
         """Orders COMPUTE behind every copy so far, since a recorded step waits for nothing outside it: before one is recorded and before each replay,
         where as a rule nothing is left to wait for."""
-        for event in (*self._written.values(), *(event for event in self._fresh_free if event is not None)):
+        pools = (event for event in (*self._fresh_free, *self._outgoing_free) if event is not None)
+        for event in (*self._written.values(), *pools):
             self._backend.wait(Stream.COMPUTE, event)
         self._await_staged()
         self._written.clear()
         self._slot_free.clear()
-        self._fresh_free = [None, None]
+        self._fresh_free, self._outgoing_free = [None, None], [None, None]
 
     @contextmanager
     def isolated(self) -> Iterator[None]:
@@ -288,20 +307,20 @@ class KVCache:
                 self._backend.wait(Stream.COPY_IN, self._written[piece.layer])
             self._backend.copy_in(self._ring_run([piece]), self._tails[piece.layer])
             self._staged[piece.slot] = piece, self._backend.record(Stream.COPY_IN)
-            self.copied_in_bytes += piece.num_pages * self.formats[piece.layer].page_bytes
+            self.copied_in_bytes += piece.num_pages * self._tail_formats[piece.layer].page_bytes
 
     def _pieces(self, steps: tuple[StepPages, ...]) -> tuple[Piece, ...]:
         if self._ring_shape is None:
             return ()
         tails = tuple(steps[index].tail_pages for index in self._full)
         if tails not in self._planned:  # every step asks for the same, thousands of pieces in a long context
-            self._planned = {tails: plan_pieces(dict(zip(self._full, tails, strict=True)), self._ring_shape)}
+            self._planned = {tails: plan_pieces(dict(zip(self._full, tails, strict=True)), self._ring_shape, 0, self._slot_pages)}
         return self._planned[tails]
 
     def _many_pieces(self, steps: tuple[StepPages, ...]) -> tuple[Piece, ...]:
         """Of a step that has the spare slots."""
         assert self._ring_shape is not None
-        return plan_pieces({index: steps[index].tail_pages for index in self._full}, self._ring_shape, self._spare_slots)
+        return plan_pieces({index: steps[index].tail_pages for index in self._full}, self._ring_shape, self._spare_slots, self._slot_pages)
 
     def _first_pieces(self, steps: tuple[StepPages, ...]) -> tuple[Piece, ...]:
         """Those that the ring holds before a step begins: the first ones fill it."""
@@ -310,15 +329,35 @@ class KVCache:
     def _write_through(self, layer: int, step: StepPages) -> None:
         if not step.completed:
             return
+        runs = tuple(self._run(layer, segment) for segment in step.completed)
+        if self._is_recoded(layer):
+            runs = (self._recoded(layer, runs),)
         self._backend.wait(Stream.COPY_OUT, self._backend.record(Stream.COMPUTE))
-        for segment in step.completed:
-            self._backend.copy_out(self._run(layer, segment), self._tails[layer])
-            self.copied_out_bytes += segment.num_pages * self.formats[layer].page_bytes
+        for run in runs:
+            self._backend.copy_out(run, self._tails[layer])
+            self.copied_out_bytes += run.num_pages * self._tail_formats[layer].page_bytes
         self._written[layer] = self._backend.record(Stream.COPY_OUT)
-        if step.completed[0].place is Place.FRESH:
+        if self._is_recoded(layer):
+            self._outgoing_free[self._turn[layer]] = self._written[layer]
+        elif step.completed[0].place is Place.FRESH:
             self._fresh_free[self._turn[layer]] = self._written[layer]
 
+    def _recoded(self, layer: int, runs: tuple[PageRun, ...]) -> PageRun:
+        """The pages of runs that follow each other as the tail is to have them, in the outgoing pool whose turn it is."""
+        if self._outgoing_free[self._turn[layer]] is not None:
+            self._backend.wait(Stream.COMPUTE, self._outgoing_free[self._turn[layer]])
+        page, tail_page = self.formats[layer], self._tail_formats[layer]
+        pool = _Pool(self._outgoing[self._turn[layer]].view((self._outgoing_slots, tail_page.page_bytes)), self._outgoing_slots)
+        target = pool.run(0, runs[0].first_page, sum(run.num_pages for run in runs))
+        for run in runs:
+            self._backend.reencode(run, page, target.part(run.first_page, run.num_pages), tail_page)
+        return target
+
     # -- where pages lie -------------------------------------------------------------------------------------------------------
+    def _is_recoded(self, layer: int) -> bool:
+        """Whether the layer's tail has types of its own."""
+        return self.formats[layer] != self._tail_formats[layer]
+
     def _bands(self, layer: int) -> Bands:
         return bands(self._ropes[layer], self.formats[layer].page_cells, self._steps[layer].last_page)
 
@@ -334,13 +373,15 @@ class KVCache:
     def _ring_run(self, pieces: list[Piece]) -> PageRun:
         """Where pieces that lie behind each other are, in the ring or in the spare slots."""
         assert self._ring is not None and self._ring_shape is not None
-        first, shape = pieces[0], self._ring_shape
-        array, num_slots, slot = self._ring, shape.num_slots, first.slot
+        first, held, page_bytes = pieces[0], self._slot_pages[pieces[0].layer], self._tail_formats[pieces[0].layer].page_bytes
+        array, num_slots, slot = self._ring, self._ring_shape.num_slots, first.slot
         if self._is_spare(first):
             assert self._spare is not None
-            array, num_slots, slot = self._spare, self._spare_slots, first.slot - shape.num_slots
-        pool = _Pool(array.view((num_slots * shape.slot_pages, self.formats[first.layer].page_bytes)), num_slots * shape.slot_pages)
-        return pool.run(slot * shape.slot_pages, first.first_page, sum(piece.num_pages for piece in pieces))
+            array, num_slots, slot = self._spare, self._spare_slots, first.slot - num_slots
+        if held * page_bytes < self._slot_bytes:  # slots do not follow each other without a gap
+            array, num_slots, slot = array.rows(self._slot_bytes, slot * self._slot_bytes), 1, 0
+        pool = _Pool(array.view((num_slots * held, page_bytes)), num_slots * held)
+        return pool.run(slot * held, first.first_page, sum(piece.num_pages for piece in pieces))
 
 
 def _layout(layer: LayerConfig, cache: CacheConfig, budget: Budget) -> FullLayout | SlidingLayout:
@@ -356,3 +397,8 @@ def _slots(layout: FullLayout | SlidingLayout) -> int:
 
 def _pool(backend: Backend, label: str, slots: int, page_bytes: int) -> _Pool:
     return _Pool(backend.empty(label, (slots, page_bytes), "u8"), slots)
+
+
+def _two_pools(backend: Backend, label: str, slots: int, page_bytes: int) -> list[Array]:
+    """Bytes that layers take turns with; none without slots."""
+    return [backend.empty(label, (slots * page_bytes,), "u8") for _ in range(2)] if slots else []

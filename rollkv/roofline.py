@@ -58,13 +58,22 @@ class Traffic:
     """Bytes that a decode step behind a full context moves."""
 
     fixed_bytes: int  # weights, and cells of sliding-window layers: always on the device
-    page_bytes: tuple[int, ...]  # of one page of each full-attention layer
+    page_bytes: tuple[int, ...]  # of one page of each full-attention layer, in the window
     total_pages: int  # of the context
+    other_tail_bytes: tuple[int, ...] | None = None  # of one of its pages in the tail; None: as many
+
+    @property
+    def tail_page_bytes(self) -> tuple[int, ...]:
+        return self.other_tail_bytes or self.page_bytes
 
     @property
     def token_bytes(self) -> int:
-        """Read from device memory, wherever the cells lie."""
+        """Read from device memory without a tail."""
         return self.fixed_bytes + self.total_pages * sum(self.page_bytes)
+
+    def with_tail(self, tail_pages: Any) -> Any:
+        """Read from device memory, with so many pages of every full-attention layer in the tail, which are read from the ring."""
+        return self.token_bytes - tail_pages * (sum(self.page_bytes) - sum(self.tail_page_bytes))
 
 
 @dataclass(frozen=True)
@@ -109,15 +118,15 @@ def resident_cost(traffic: Traffic, rates: Bandwidths) -> StepCost:
 
 
 def streamed_cost(traffic: Traffic, rates: Bandwidths, tail_pages: Any, num_slots: Any, slot_pages: Any) -> StepCost:
-    """A step of which tail_pages pages of every full-attention layer, at least one, pass through a ring of num_slots slots of slot_pages pages.
+    """A step of which tail_pages pages of every full-attention layer, at least one, pass through a ring of num_slots slots of slot_pages of the largest pages.
     Each of the three is a number, or an array of plans."""
-    count = pages_for(tail_pages, slot_pages)  # pieces of a layer; stream_plan.py makes them equal
-    num_layers = len(traffic.page_bytes)
-    elsewhere = traffic.fixed_bytes / num_layers / rates.hbm
-    link = stalls = 0.0
-    for page_bytes, layers in Counter(traffic.page_bytes).items():
+    elsewhere = traffic.fixed_bytes / len(traffic.page_bytes) / rates.hbm
+    link = stalls = pieces = 0.0
+    for page_bytes, layers in Counter(traffic.tail_page_bytes).items():
+        count = pages_for(tail_pages, slot_pages * max(traffic.tail_page_bytes) // page_bytes)  # pieces of a layer
         piece = piece_seconds(tail_pages * page_bytes / count, rates.link)
         link = link + layers * count * piece
         stalls = stalls + layers * np.maximum(elsewhere - num_slots * piece, 0.0)
-    pieces = count * (ARRIVAL_SECONDS + WAIT_SECONDS / np.maximum(num_slots // 2, 1)) + (count - 1) * LAUNCH_SECONDS
-    return StepCost(traffic.token_bytes / rates.hbm + num_layers * pieces, link, stalls, elsewhere)
+        arrivals = count * (ARRIVAL_SECONDS + WAIT_SECONDS / np.maximum(num_slots // 2, 1)) + (count - 1) * LAUNCH_SECONDS
+        pieces = pieces + layers * arrivals
+    return StepCost(traffic.with_tail(tail_pages) / rates.hbm + pieces, link, stalls, elsewhere)

@@ -48,6 +48,11 @@ def rotations(rope: RopeConfig) -> int:
     return 1 if rope.dual_chunk is None else NUM_BANDS + 1
 
 
+def query_bands(rope: RopeConfig) -> int:
+    """Ways in which the queries of a step turn."""
+    return 1 if rope.dual_chunk is None else NUM_BANDS
+
+
 def check_dual_chunks(config: ModelConfig, page_cells: int) -> None:
     """Raises UnsupportedModelError for a rotation that dual chunk attention cannot be had with, UsageError for numbers that do not go together."""
     for layer in config.layers:

@@ -9,6 +9,7 @@ from rollkv.config import CacheConfig, ModelConfig
 from rollkv.errors import OutOfMemoryError
 from rollkv.gguf_header import TensorData
 from rollkv.host_memory import host_memory
+from rollkv.kv_formats import check_kv_types
 from rollkv.model.rehearsal import rehearse
 from rollkv.roofline import ASSUMED, Bandwidths
 from rollkv.rope import check_dual_chunks
@@ -26,8 +27,9 @@ def run_budget(
     overhead: DeviceOverhead | None,
     rates: Bandwidths = ASSUMED,
 ) -> Budget:
-    """The budget of a run under a cap (None: as large as it likes). Raises as plan_budget and check_dual_chunks do."""
+    """The budget of a run under a cap (None: as large as it likes). Raises as plan_budget, check_dual_chunks and check_kv_types do."""
     check_dual_chunks(config, cache.page_cells)
+    check_kv_types(config, cache)
     weights = weight_bytes(config, tensors)
 
     def make(cache: CacheConfig) -> Budget:

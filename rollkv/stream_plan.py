@@ -9,13 +9,13 @@ A piece is copied as soon as its slot is free, whatever layers it and the slot's
 by as many pieces as there are slots, across layers and, while decoding, into the next step, whose pieces take the same slots.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class RingShape:
-    """The staging ring: num_slots slots of slot_pages pages."""
+    """The staging ring: num_slots slots of slot_pages pages, of the layer whose pages are the largest."""
 
     num_slots: int
     slot_pages: int
@@ -31,18 +31,21 @@ class Piece:
     slot: int
 
 
-def plan_pieces(layer_tails: dict[int, int], ring: RingShape, spare_slots: int = 0) -> tuple[Piece, ...]:
-    """Pieces of one step in the order of their use. layer_tails: tail pages by layer, in layer order.
+def plan_pieces(
+    layer_tails: Mapping[int, int], ring: RingShape, spare_slots: int = 0, slot_pages: Mapping[int, int] | None = None
+) -> tuple[Piece, ...]:
+    """Pieces of one step in the order of their use. layer_tails: tail pages by layer, in layer order. slot_pages: by layer, how many a slot holds; None:
+    as many of each, ring.slot_pages.
 
     A layer's pieces fill their slots but for the last, so that those in neighbouring slots lie in the ring as one run of pages. spare_slots: further
     ones, numbered behind the ring's, that a layer has during its attention alone. Then every layer begins in the ring, which is filled while the
     layer before still computes, and goes on in these.
     """
-    pages = ring.slot_pages
-    sizes = [(layer, begin, min(pages, tail - begin)) for layer, tail in layer_tails.items() for begin in range(0, tail, pages)]
+    held = slot_pages or dict.fromkeys(layer_tails, ring.slot_pages)
+    sizes = [(layer, begin, min(held[layer], tail - begin)) for layer, tail in layer_tails.items() for begin in range(0, tail, held[layer])]
     slots = _turns(len(sizes), ring.num_slots)
     if spare_slots:
-        slots = (_spared(begin // pages, ring.num_slots, spare_slots) for _, begin, _ in sizes)
+        slots = (_spared(begin // held[layer], ring.num_slots, spare_slots) for layer, begin, _ in sizes)
     return tuple(Piece(*size, slot) for size, slot in zip(sizes, slots, strict=True))
 
 

@@ -5,8 +5,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from rollkv.budget import Budget
-from rollkv.config import DTYPE_BYTES, CacheConfig, ModelConfig
+from rollkv.config import CacheConfig, ModelConfig
 from rollkv.errors import OutOfMemoryError
+from rollkv.kv_formats import tail_formats
 
 Make = Callable[[CacheConfig], Budget]
 
@@ -43,9 +44,11 @@ def shrunk_words(asked: CacheConfig, config: ModelConfig, budget: Budget) -> str
     """What a smaller ubatch than was asked for costs, in a sentence; None when it is not smaller."""
     if budget.ubatch == asked.ubatch:
         return None
-    layers = [layer for layer in config.layers if layer.sliding_window is None] or config.layers
-    cell_bytes = (DTYPE_BYTES[asked.key_type] + DTYPE_BYTES[asked.value_type]) / (2 * DTYPE_BYTES["f16"])
-    ridge = RIDGE_OPERATIONS / min(layer.group for layer in layers) * cell_bytes
+    pages = zip(config.layers, tail_formats(config, asked), strict=True)
+    layers = [(layer, page) for layer, page in pages if layer.sliding_window is None]
+    # Of a layer: longer where a page takes more than in f16 to copy, and shorter where it takes less.
+    rows = [RIDGE_OPERATIONS / layer.group * page.page_bytes / page.unpacked.page_bytes for layer, page in layers]
+    ridge = max(rows, default=0.0)
     slower = f"prefill of a streamed tail takes up to about {ridge / budget.ubatch:.1f} times as long" if ridge > budget.ubatch else ""
     cost = slower if slower and budget.spills else "prefill is a little slower"
     return (

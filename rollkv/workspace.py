@@ -4,14 +4,16 @@ from dataclasses import dataclass
 from math import prod
 
 from rollkv.config import DTYPE_BYTES, CacheConfig, Dtype, LayerConfig, ModelConfig, RopeConfig
+from rollkv.kv_formats import page_formats
 from rollkv.pages import pages_for, sliding_ring_pages
-from rollkv.rope import rotations
+from rollkv.rope import query_bands, rotations
 from rollkv.units import round_up
 
 ALIGNMENT = 256  # bytes; every array of the device arena begins at a multiple
 GRANULE_BYTES = 2 << 20  # the driver hands out device memory in whole granules
 MAX_FEW_ROWS = 16  # rows up to which products are batch-invariant (decode, output matrix, verification)
 SLAB_BYTES = 64 << 20
+UNPACKED_BYTES = 64 << 20  # at most, of f16 pages that coded ones are unpacked into at a time
 GEMM_WORKSPACE_BYTES = 32 << 20  # what cuBLAS asks for on Hopper; less would rule out some of its kernels
 STATE_EXTRA = 8  # floats of running attention state a head beside its outputs
 CHOICE_BLOCK = 1024  # tokens that a block of the choice looks at
@@ -64,12 +66,31 @@ def workspace_arrays(config: ModelConfig, cache: CacheConfig) -> dict[str, Array
     if rows > 1:
         state = max(layer.num_heads * (layer.value_dim + STATE_EXTRA) for layer in layers)
         arrays["attention.state"] = ArraySpec((rows, state), "f32")
+        if cache.lossy and not lent_to_unpack(config, cache):
+            arrays["attention.unpacked"] = ArraySpec((_unpacked_page_bytes(config, cache),), "u8")
+    queries = max(query_bands(layer.rope) * layer.num_heads * layer.key_dim for layer in layers)
+    arrays["attention.queries"] = ArraySpec((queries,), "f32")  # of a single token, in every band
     parts = max(_visible_pages(layer.sliding_window, cache) * layer.num_heads for layer in layers)
     parts_v = max(_visible_pages(layer.sliding_window, cache) * layer.num_heads * layer.value_dim for layer in layers)
     arrays["attention.part_out"] = ArraySpec((parts_v,), "f32")
     arrays["attention.part_lse"] = ArraySpec((parts,), "f32")
     arrays["attention.arrivals"] = ArraySpec((max(layer.num_heads for layer in layers),), "i32", zeroed=True)
     return arrays
+
+
+def lent_to_unpack(config: ModelConfig, cache: CacheConfig) -> int:
+    """Bytes at the beginning of "feed_forward", which is idle meanwhile, that attention of many rows unpacks coded pages into: whole f16 pages of the
+    widest layer. 0 where no pages are coded, and where not one fits: then "attention.unpacked" is an array of its own."""
+    if not cache.lossy:
+        return 0
+    rows, page_bytes = min(cache.ubatch, cache.ctx_size), _unpacked_page_bytes(config, cache)
+    lent = min(rows * 2 * config.ffn_size * DTYPE_BYTES["f32"], max(UNPACKED_BYTES, page_bytes))
+    return lent // page_bytes * page_bytes
+
+
+def _unpacked_page_bytes(config: ModelConfig, cache: CacheConfig) -> int:
+    """Of the widest layer. Of all layers, for a rehearsal of some of them must find what the run will."""
+    return max(page.unpacked.page_bytes for page in page_formats(config, cache))
 
 
 def choice_bytes(vocab_size: int) -> int:

@@ -8,22 +8,33 @@ import numpy as np
 
 from rollkv.config import CacheConfig, DualChunk, KvType, ModelConfig
 from rollkv.engine import Engine
-from rollkv.gguf_file import open_gguf
 from rollkv.host_backend import HostBackend
 from rollkv.model_config import model_config
 from rollkv.run_plan import run_budget
 from rollkv.stream_plan import RingShape
+from rollkv.synth import open_model
 
 FIXTURES = Path(__file__).parent / "fixtures"
 MODELS = ("llama", "mistral", "qwen2", "qwen3", "gemma3")
 
 
 def cache(
-    ctx_size: int, *, window: int | None = None, ubatch: int = 64, page_cells: int = 16, kv: KvType = "f32", value_kv: KvType | None = None
+    ctx_size: int,
+    *,
+    window: int | None = None,
+    ubatch: int = 64,
+    page_cells: int = 16,
+    kv: KvType = "f32",
+    value_kv: KvType | None = None,
+    tail_kv: KvType | None = None,
+    tail_value_kv: KvType | None = None,
+    rotate: bool = False,
+    protect: int = 0,
 ) -> CacheConfig:
-    """Small pages; `window` in cells."""
+    """Small pages; `window` in cells. One type given serves keys and values."""
     residency: Literal["full", "window"] = "full" if window is None else "window"
-    return CacheConfig(ctx_size, page_cells, kv, value_kv or kv, ubatch, residency, window)
+    tail = tail_kv, tail_value_kv or tail_kv
+    return CacheConfig(ctx_size, page_cells, kv, value_kv or kv, ubatch, residency, window, None, *tail, rotate, protect)
 
 
 def host_engine(
@@ -36,9 +47,9 @@ def host_engine(
     ring: RingShape | None = None,
     dual_chunk: DualChunk | None = None,
 ) -> Engine:
-    """A fixture by name, or any file. `ring` replaces the planned staging ring of a run that spills."""
-    path = FIXTURES / f"{model}.gguf" if isinstance(model, str) else model
-    with open_gguf(path) as file:
+    """A fixture by name, or any file or shape of a synthetic model. `ring` replaces the planned staging ring of a run that spills."""
+    path = FIXTURES / f"{model}.gguf" if model in MODELS else model
+    with open_model(path) as file:
         facts = with_dual_chunk(model_config(file), dual_chunk)
         budget = run_budget(facts, file.tensors, config, None, None)
         if budget.ring and ring:

@@ -76,21 +76,31 @@ class RaceDetector(HostBackend):
     def attend_tile(self, q: Any, position: Any, run: PageRun, *rest: Any, **flags: Any) -> None:
         self._begin(Stream.COMPUTE)
         self._run(Stream.COMPUTE, run, write=False)
+        self._overwrite_all(rest[4].values)
         super().attend_tile(q, position, run, *rest, **flags)
+
+    def reencode(self, source: PageRun, source_page: Any, target: PageRun, target_page: Any) -> None:
+        self._begin(Stream.COMPUTE)
+        self._run(Stream.COMPUTE, source, write=False)
+        self._run(Stream.COMPUTE, target, write=True)
+        super().reencode(source, source_page, target, target_page)
 
     def feed_forward(self, *args: Any, **options: Any) -> None:
         """Its scratch is lent to the staging ring: whatever was seen there is written to."""
         self._begin(Stream.COMPUTE)
-        scratch = args[6].values
-        begin = scratch.__array_interface__["data"][0]
-        for address, num_bytes in self._recent:
-            if begin <= address < begin + scratch.nbytes:
-                self._overwrite(Stream.COMPUTE, (address, num_bytes))
+        self._overwrite_all(args[6].values)
         self._recent.clear()
         super().feed_forward(*args, **options)
 
     def _begin(self, stream: Stream) -> None:
         self._clocks[stream][stream] += 1
+
+    def _overwrite_all(self, scratch: np.ndarray) -> None:
+        """COMPUTE writes to all of it, pages that were seen there included."""
+        begin = scratch.__array_interface__["data"][0]
+        for address, num_bytes in self._recent:
+            if begin <= address < begin + scratch.nbytes:
+                self._overwrite(Stream.COMPUTE, (address, num_bytes))
 
     def _run(self, stream: Stream, run: PageRun, write: bool) -> None:
         for index in range(run.num_pages):
@@ -191,5 +201,5 @@ class Recording(RaceDetector):
 
 _ISSUED = (
     *("record", "wait", "copy_in", "copy_out", "copy_page"),
-    *("embed", "linear", "feed_forward", "rope_table", "append", "queries", "attend_step", "attend_tile", "add", "choose"),
+    *("embed", "linear", "feed_forward", "rope_table", "append", "queries", "reencode", "attend_step", "attend_tile", "add", "choose"),
 )

@@ -10,6 +10,7 @@ from rollkv.budget import SLACK_BYTES, Budget, DeviceOverhead, check_host_tail, 
 from rollkv.config import CacheConfig, LayerConfig, ModelConfig, RopeConfig
 from rollkv.errors import OutOfMemoryError, UsageError
 from rollkv.host_memory import HostMemory
+from rollkv.kv_formats import page_formats
 from rollkv.roofline import Bandwidths
 from rollkv.stream_plan import RingShape
 from rollkv.units import GIB, MIB
@@ -29,7 +30,8 @@ def model(num_layers: int = 36, sliding: tuple[int, ...] = (), num_kv_heads: int
 
 def pages_of(config: ModelConfig) -> list[int]:
     """Bytes of an f16 page of every full-attention layer."""
-    return [CacheConfig(1).page_format(layer).page_bytes for layer in config.layers if layer.sliding_window is None]
+    formats = zip(config.layers, page_formats(config, CacheConfig(1)), strict=True)
+    return [page.page_bytes for layer, page in formats if layer.sliding_window is None]
 
 
 def budget(cap: int | None, ctx: int = 65536, config: ModelConfig | None = None, **cache: object) -> Budget:

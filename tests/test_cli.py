@@ -238,7 +238,7 @@ def test_a_closed_pipe_is_no_error(scripted, monkeypatch, capsys):
         (["--prompt-ids", "1", "--window", "256", "--residency", "full"], ["--residency full", "256"]),
         (["--prompt-ids", "1", "--residency", "some"], ["'some'", "window"]),
         (["--prompt-ids", "1", "--ubatch", "0"], ["--ubatch"]),
-        (["--prompt-ids", "1", "--cache-type-k", "q4_0"], ["--cache-type-k", "'q4_0'", "bf16"]),
+        (["--prompt-ids", "1", "--cache-type-k", "q4_1"], ["--cache-type-k", "'q4_1'", "bf16"]),
         (["--prompt-ids", "1", "--cache-type-v", "f64"], ["--cache-type-v"]),
         (["--prompt-ids", "1", "--backend", "tpu"], ["'tpu'"]),
         (["--prompt-ids", "1", "--vram-target", "lots"], ["--vram-target", "'lots'"]),

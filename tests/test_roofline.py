@@ -50,10 +50,20 @@ def test_a_streamed_step_by_hand() -> None:
 
 
 def test_layers_of_several_sizes_add_up() -> None:
-    small, large = (Traffic(0, (size,) * 3, 8) for size in (MIB, 4 * MIB))
-    mixed = Traffic(0, (MIB, 4 * MIB) * 3, 8)
-    links = [streamed_cost(traffic, H200, 5, 2, 2).link for traffic in (small, large, mixed)]
-    assert links[0] + links[1] == pytest.approx(links[2])
+    """A slot for two of the large pages holds eight of the small ones."""
+    small, large = (Traffic(0, (size,) * 3, 32) for size in (MIB, 4 * MIB))
+    mixed = streamed_cost(Traffic(0, (MIB, 4 * MIB) * 3, 32), H200, 21, 2, 2)
+    alone = [streamed_cost(small, H200, 21, 2, 8), streamed_cost(large, H200, 21, 2, 2)]
+    assert mixed.link == pytest.approx(sum(cost.link for cost in alone))
+    assert mixed.compute == pytest.approx(sum(cost.compute for cost in alone))
+
+
+def test_a_tail_of_its_own_type_is_read_and_copied_in_it() -> None:
+    alike = Traffic(1_000_000, (1_000_000,) * 4, 100)
+    narrow = Traffic(1_000_000, (1_000_000,) * 4, 100, (250_000,) * 4)
+    assert alike.with_tail(40) == alike.token_bytes == narrow.token_bytes == narrow.with_tail(0)
+    assert narrow.with_tail(40) == 1_000_000 + 4 * (60 * 1_000_000 + 40 * 250_000)
+    assert streamed_cost(narrow, H200, 40, 2, 8).link == streamed_cost(Traffic(0, (250_000,) * 4, 100), H200, 40, 2, 8).link
 
 
 def test_arrays_of_plans_cost_what_each_plan_does() -> None:

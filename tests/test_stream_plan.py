@@ -31,3 +31,10 @@ def test_a_slot_is_taken_again_as_late_as_can_be(slots: int, count: int) -> None
 def test_pieces_of_a_layer_fill_their_slots_but_for_the_last() -> None:
     for tail, sizes in ((33, [16, 16, 1]), (17, [16, 1]), (32, [16, 16]), (5, [5])):
         assert [piece.num_pages for piece in plan_pieces({0: tail}, RingShape(4, 16))] == sizes
+
+
+def test_a_slot_holds_more_of_the_smaller_pages() -> None:
+    pieces = plan_pieces({0: 9, 3: 9}, RingShape(2, 2), slot_pages={0: 2, 3: 7})
+    assert [(piece.layer, piece.num_pages) for piece in pieces] == [(0, 2)] * 4 + [(0, 1), (3, 7), (3, 2)]
+    spared = plan_pieces({3: 30}, RingShape(2, 2), 2, {3: 7})
+    assert [piece.slot for piece in spared] == [0, 1, 2, 3, 2]

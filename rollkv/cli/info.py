@@ -83,16 +83,34 @@ def _facts(file: "GgufFile", config: "ModelConfig | None", reason: str | None) -
             "hidden_size": config.hidden_size,
             "vocab_size": config.vocab_size,
             "context_length": config.context_length,
-            "kv_bytes_per_cell_f16": _cell_bytes(config, sliding=False),
+            "kv_bytes_per_cell_f16": _cell_bytes(config, "f16"),
+            "kv_bytes_per_cell": {name: _cell_bytes(config, name) for name in _types_that_fit(config)},
             "sliding_window_layers": sum(layer.sliding_window is not None for layer in config.layers),
         }
     return facts
 
 
-def _cell_bytes(config: "ModelConfig", *, sliding: bool) -> int:
-    """K and V of one position in all full-attention (or all sliding-window) layers, in f16."""
-    layers = [layer for layer in config.layers if (layer.sliding_window is not None) is sliding]
-    return sum(2 * layer.num_kv_heads * (layer.key_dim + layer.value_dim) for layer in layers)
+def _cell_bytes(config: "ModelConfig", name: str) -> int:
+    """K and V of one position in all full-attention layers, both of one type."""
+    from rollkv.kv_types import KV_TYPES
+
+    layers = [layer for layer in config.layers if layer.sliding_window is None]
+    return sum(layer.num_kv_heads * sum(map(KV_TYPES[name].row_bytes, (layer.key_dim, layer.value_dim))) for layer in layers)
+
+
+def _types_that_fit(config: "ModelConfig") -> list[str]:
+    """The cache types that its heads can be held in."""
+    from rollkv.kv_types import KV_TYPES
+
+    dims = {dim for layer in config.layers for dim in (layer.key_dim, layer.value_dim)}
+    return [name for name, kind in KV_TYPES.items() if not any(dim % kind.divisor for dim in dims)]
+
+
+def _narrower(cell_bytes: dict[str, int]) -> str:
+    """ "q8_0 54.2 KiB, turbo3 20.1 KiB": types that take less than f16, and what a cell takes in them."""
+    from rollkv.units import format_size
+
+    return ", ".join(f"{name} {format_size(size)}" for name, size in cell_bytes.items() if size < cell_bytes["f16"])
 
 
 def _text(facts: dict[str, Any], metadata: dict[str, Any]) -> str:
@@ -112,6 +130,7 @@ def _text(facts: dict[str, Any], metadata: dict[str, Any]) -> str:
             ("layers", f"{facts['num_layers']}, {facts['sliding_window_layers']} of them with a sliding window"),
             ("hidden size, vocabulary", f"{facts['hidden_size']}, {facts['vocab_size']}"),
             ("KV in f16, full-attention layers", f"{format_size(per_cell)} a cell, {format_size(per_cell * trained)} at {trained} cells"),
+            ("the same in fewer bits", _narrower(facts["kv_bytes_per_cell"])),
         ]
         rows += _declared_rows(facts["declared"], "")
         rows += _declared_rows(facts.get("declared_by_hf_config", {}), " in --hf-config")

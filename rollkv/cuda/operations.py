@@ -23,6 +23,7 @@ from rollkv.cuda.kernels import (
     queries,
     rope_table,
 )
+from rollkv.cuda.nvrtc import KernelError
 from rollkv.cuda.weights_gpu import CudaWeight
 from rollkv.workspace import GEMM_WORKSPACE_BYTES, MAX_FEW_ROWS
 
@@ -141,8 +142,11 @@ class Operations(ABC):
     ) -> None:
         qkv_append.qkv_append(self.launcher, projected, position, runs, page, first_position, band, q)
 
-    def queries(self, projected: Projected, band: int, q: DeviceArray) -> None:
-        queries.queries(self.launcher, projected, band, q)
+    def queries(self, projected: Projected, page: PageFormat, band: int, q: DeviceArray) -> None:
+        queries.queries(self.launcher, projected, page, band, q)
+
+    def reencode(self, source: PageRun, source_page: PageFormat, target: PageRun, target_page: PageFormat) -> None:
+        raise KernelError(f"pages of {source_page} have no kernel that makes {target_page} of them")
 
     def attend_step(
         self,
@@ -168,12 +172,13 @@ class Operations(ABC):
         page: PageFormat,
         scale: float,
         state: DeviceArray,
+        scratch: DeviceArray,
         *,
         first: bool,
         last: bool,
         out: DeviceArray,
     ) -> None:
-        attn_prefill.attend_tile(self.launcher, q, position, run, layer, page, scale, state, first=first, last=last, out=out)
+        attn_prefill.attend_tile(self.launcher, q, position, run, layer, page, scale, state, scratch, first=first, last=last, out=out)
 
     def add(self, x: DeviceArray, y: DeviceArray, norm: RmsNorm | None = None) -> None:
         add.add(self.launcher, x, y, norm)

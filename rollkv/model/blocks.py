@@ -2,6 +2,7 @@
 
 from rollkv.backend import Array, PartStates, Projected
 from rollkv.model.step import Model, Step
+from rollkv.rope import query_bands
 from rollkv.workspace import STATE_EXTRA, qkv_columns
 
 
@@ -19,14 +20,15 @@ def attention(model: Model, step: Step, index: int, x: Array, out: Array, *, add
 def _attend_one(model: Model, step: Step, index: int, projected: Projected) -> Array:
     """Decode: a partial state for every visible page, wherever it lies, merged in page order. Queries are finished where they are used, so their
     array takes what was attended, f32 [1, H*Dv]."""
-    layer, page, workspace = model.config.layers[index], model.cache.formats[index], model.workspace
+    layer, workspace = model.config.layers[index], model.workspace
     visible = model.cache.step_pages(index).visible
     first, num_parts = visible[0].first_page, visible[-1].end_page - visible[0].first_page
     part_out = workspace["attention.part_out"].view((num_parts, layer.num_heads, layer.value_dim))
     part_lse = workspace["attention.part_lse"].view((num_parts, layer.num_heads))
-    parts = PartStates(first, num_parts, part_out, part_lse, workspace["attention.arrivals"].view((layer.num_heads,)))
+    q = workspace["attention.queries"].view((query_bands(layer.rope), layer.num_heads * layer.key_dim))
+    parts = PartStates(first, num_parts, part_out, part_lse, workspace["attention.arrivals"].view((layer.num_heads,)), q)
     out = workspace["q"].view((1, layer.num_heads * layer.value_dim))
-    for runs in model.cache.append_and_walk(index):
+    for runs, page in model.cache.append_and_walk(index):
         model.backend.attend_step(projected, step.position_array, runs, page, model.config.attention_scale, parts, out)
     return out
 
@@ -34,20 +36,19 @@ def _attend_one(model: Model, step: Step, index: int, projected: Projected) -> A
 def _attend_many(model: Model, step: Step, index: int, projected: Projected) -> Array:
     """Prefill: appends; then query tiles walk the pages from old to new, their running state carried from run to run, and turn anew where another
     band of pages begins. The last launch alone writes what was attended, f32 [T, H*Dv], so it takes the array of what was projected."""
-    layer, page, workspace = model.config.layers[index], model.cache.formats[index], model.workspace
+    layer, workspace = model.config.layers[index], model.workspace
     tokens = step.num_tokens
     q = workspace["q"].view((tokens, layer.num_heads * layer.key_dim))
     out = workspace["qkv"].view((tokens, layer.num_heads * layer.value_dim))
     state = workspace["attention.state"].view((tokens, layer.num_heads * (layer.value_dim + STATE_EXTRA)))
     turned = model.cache.append(index, projected, step.position_array, step.position, q)
     first = True
-    for run, band, last in model.cache.walk(index):
+    scale, scratch = model.config.attention_scale, workspace["attention.unpacked"]
+    for run, page, band, last in model.cache.walk(index):
         if band != turned:
-            model.backend.queries(projected, band, q)
+            model.backend.queries(projected, page, band, q)
             turned = band
-        model.backend.attend_tile(
-            q, step.position_array, run, layer, page, model.config.attention_scale, state, first=first, last=last, out=out
-        )
+        model.backend.attend_tile(q, step.position_array, run, layer, page, scale, state, scratch, first=first, last=last, out=out)
         first = False
     return out
 

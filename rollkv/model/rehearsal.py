@@ -15,6 +15,7 @@ from rollkv.budget import plan_budget
 from rollkv.config import CacheConfig, ModelConfig, SamplingParams
 from rollkv.gguf_header import TensorData
 from rollkv.kv_cache import KVCache
+from rollkv.kv_formats import page_formats, tail_formats
 from rollkv.model.forward import choose, enter, forward, logits
 from rollkv.model.step import Model, take_workspace
 from rollkv.model_config import required_tensors
@@ -27,10 +28,14 @@ def rehearse(backend: Backend, config: ModelConfig, cache: CacheConfig, tensors:
     rows = min(cache.ubatch, cache.ctx_size)
     backend.reserve_linear(rows, widest_input(config), widest_added(config), SLAB_BYTES)
     weights = load_weights(backend, config, tensors)
-    kept = tuple(_different_layers(config, tensors))
+    kept = tuple(_different_layers(config, cache, tensors))
     few = replace(config, layers=tuple(config.layers[index] for index in kept))
-    resident = replace(cache, residency="full", window_cells=None)
-    pages = KVCache(backend, few, resident, plan_budget(few, resident, {}, {}))
+    page, tail_page = (tuple(formats[index] for index in kept) for formats in (page_formats(config, cache), tail_formats(config, cache)))
+    # A tail of other types takes other kernels, a window of one page meets them and all others; else where pages lie makes no difference.
+    held = replace(cache, residency="full", window_cells=None, protect_layers=0)
+    if page != tail_page:
+        held = replace(held, residency="window", window_cells=cache.page_cells)
+    pages = KVCache(backend, few, held, plan_budget(few, held, {}, {}), page, tail_page)
     weights = replace(weights, layers=tuple(weights.layers[index] for index in kept))
     model = Model(backend, few, weights, pages, take_workspace(backend, few, cache), ropes_of(few))
     strides = {rope.dual_chunk.stride_cells for rope in ropes_of(few) if rope.dual_chunk is not None}  # beyond which no step reaches
@@ -49,13 +54,14 @@ def rehearse(backend: Backend, config: ModelConfig, cache: CacheConfig, tensors:
         choose(model, rows_out.rows(1), sampling)
 
 
-def _different_layers(config: ModelConfig, tensors: Mapping[str, TensorData]) -> list[int]:
-    """The first of all layers that agree in geometry and in the types and shapes of their weights."""
+def _different_layers(config: ModelConfig, cache: CacheConfig, tensors: Mapping[str, TensorData]) -> list[int]:
+    """The first of all layers that agree in geometry, in the types of their pages, and in the types and shapes of their weights."""
     weights: dict[str, list[tuple[str, str, tuple[int, ...]]]] = {}
     for name in required_tensors(config):
         number, _, rest = name.removeprefix("blk.").partition(".")
         weights.setdefault(number, []).append((rest, tensors[name].qtype, tensors[name].shape))
     first: dict[object, int] = {}
-    for index, layer in enumerate(config.layers):
-        first.setdefault((layer, tuple(weights[str(index)])), index)
+    pages = zip(page_formats(config, cache), tail_formats(config, cache), strict=True)
+    for index, (layer, formats) in enumerate(zip(config.layers, pages, strict=True)):
+        first.setdefault((layer, formats, tuple(weights[str(index)])), index)
     return list(first.values())

@@ -13,6 +13,7 @@ from rollkv.backend import PageRun, Stream
 from rollkv.budget import token_weight_bytes
 from rollkv.config import CacheConfig
 from rollkv.errors import DeviceError, OutOfMemoryError
+from rollkv.kv_formats import page_formats
 from rollkv.machine_rates import MachineRates, PcieLink, RatesCache
 from rollkv.model_config import model_config
 from rollkv.roofline import ASSUMED, Bandwidths
@@ -73,7 +74,7 @@ class Ceilings:
 
     rates: Rates
     weight_bytes: int  # read by every new token
-    kv_bytes: int  # read by every new token, wherever it lies
+    kv_bytes: int  # read by every new token, as they lie in the window
 
     @property
     def token_bytes(self) -> int:
@@ -193,7 +194,7 @@ def ceilings(path: str | Path, rates: Rates, cache: CacheConfig, depth: int) -> 
         config = model_config(file)
         weights = token_weight_bytes(config, weight_bytes(config, file.tensors))
     visible = [min(depth, layer.sliding_window or depth) for layer in config.layers]
-    pages = [cache.page_format(layer).page_bytes for layer in config.layers]
+    pages = [page.page_bytes for page in page_formats(config, cache)]
     return Ceilings(rates, weights, sum(cells * size // cache.page_cells for cells, size in zip(visible, pages, strict=True)))
 
 

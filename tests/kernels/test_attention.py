@@ -17,6 +17,7 @@ from rollkv.config import LayerConfig, RopeConfig
 from rollkv.cuda.device import DeviceArray
 from rollkv.cuda.kernels import attn_decode, attn_merge, attn_prefill
 from rollkv.cuda.nvrtc import ARCHS, KernelError, arch_name
+from rollkv.rope import query_bands
 
 gpu = pytest.mark.gpu
 SCORE_ERROR = 3e-5  # where scores reach some hundred: float32 holds them to 3e-5, and a weight is the exponential of one
@@ -120,11 +121,12 @@ class StepMemory:
         self.part_lse = poisoned(self.cuda, "part_lse", (self.num_parts + 1, layer.num_heads))
         self.arrivals = self.cuda.upload("arrivals", np.zeros(layer.num_heads, np.int32))
         self.out = poisoned(self.cuda, "out", (1, layer.num_heads * layer.value_dim))
+        self.q = poisoned(self.cuda, "queries", (query_bands(layer.rope), layer.num_heads * layer.key_dim))
 
     @property
     def parts(self) -> PartStates:
         return PartStates(
-            self.first_page, self.num_parts, self.part_out.rows(self.num_parts), self.part_lse.rows(self.num_parts), self.arrivals
+            self.first_page, self.num_parts, self.part_out.rows(self.num_parts), self.part_lse.rows(self.num_parts), self.arrivals, self.q
         )
 
     def read(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -394,10 +396,11 @@ def run_prefill(
     state = poisoned(cuda, "state", (num_tokens, layer.num_heads * (layer.value_dim + attn_prefill.STATE_EXTRA)))
     out = poisoned(cuda, "out", (num_tokens, layer.num_heads * layer.value_dim))
     at, queries = cuda.upload("position", np.array([position], np.int32)), cuda.upload("q", q)
+    scratch = cuda.empty("unpacked", (cache.page.unpacked.page_bytes,), "u8")
     runs = cache.runs(pools, cuts)
     for i, run in enumerate(runs):
         ends = {"first": i == 0, "last": i + 1 == len(runs)}
-        cuda.attend_tile(queries, at, run, layer, cache.page, scale, state, **ends, out=out)
+        cuda.attend_tile(queries, at, run, layer, cache.page, scale, state, scratch, **ends, out=out)
     return cuda.read(out)
 
 
@@ -544,7 +547,7 @@ def test_wrong_shapes_are_refused() -> None:
     position, q = DeviceArray(4096, (1,), "i32"), DeviceArray(4096, (1, 384), "f32")
     projected = Projected(DeviceArray(4096, (1, 640), "f32"), layer, None, None, DeviceArray(4096, (1, 1, 32, 2), "f32"))
     outs, lses, arrivals = DeviceArray(4096, (4, 6, 64), "f32"), DeviceArray(4096, (4, 6), "f32"), DeviceArray(4096, (6,), "i32")
-    parts = PartStates(0, 4, outs, lses, arrivals)
+    parts = PartStates(0, 4, outs, lses, arrivals, q)
     state = DeviceArray(4096, (1, 6 * 72), "f32")
     launcher: Any = NoLauncher()
     for wrong, message in (
@@ -571,10 +574,10 @@ def test_wrong_shapes_are_refused() -> None:
         with pytest.raises(KernelError, match=message):
             attn_decode.attend_step(launcher, **operands)
     with pytest.raises(KernelError, match="state must be"):
-        attn_prefill.attend_tile(launcher, q, position, run, layer, page, 1.0, q, first=True, last=True, out=q)
+        attn_prefill.attend_tile(launcher, q, position, run, layer, page, 1.0, q, pools[0], first=True, last=True, out=q)
     with pytest.raises(KernelError, match="the pool must be"):
         attn_prefill.attend_tile(
-            launcher, q, position, run, layer, PageFormat(2, 64, 64, "f16", "f16", 64), 1.0, state, first=True, last=True, out=q
+            launcher, q, position, run, layer, PageFormat(2, 64, 64, "f16", "f16", 64), 1.0, state, pools[0], first=True, last=True, out=q
         )
     with pytest.raises(KernelError, match="multiple of 16"):
         attn_prefill.spec("f16", "f16", 72, 64)

@@ -128,6 +128,7 @@ def test_prefill_turns_its_queries_where_a_band_ends(cuda: Any, case: tuple[Any,
     projected = Projected(cuda.upload("qkv", qkv), layer, None, None, cuda.upload("table", table))
     at, pools = cuda.upload("position", np.array([first], np.int32)), [cuda.upload("pool", pool) for pool in cache.pools]
     state = poisoned(cuda, "state", (num_tokens, layer.num_heads * (value_dim + attn_prefill.STATE_EXTRA)))
+    scratch = cuda.empty("unpacked", (page.unpacked.page_bytes,), "u8")
     seen = bands(rope, page_cells, (cells - 1) // page_cells)
 
     def attended(cuts: tuple[int, ...]) -> np.ndarray:
@@ -141,10 +142,10 @@ def test_prefill_turns_its_queries_where_a_band_ends(cuda: Any, case: tuple[Any,
         turned = None
         for number, (band, run) in enumerate(runs):
             if band != turned:
-                cuda.queries(projected, band, q)
+                cuda.queries(projected, page, band, q)
                 turned = band
             ends = {"first": number == 0, "last": number + 1 == len(runs)}
-            cuda.attend_tile(q, at, run, layer, page, scale, state, **ends, out=out)
+            cuda.attend_tile(q, at, run, layer, page, scale, state, scratch, **ends, out=out)
         return cuda.read(out)
 
     out = attended(())

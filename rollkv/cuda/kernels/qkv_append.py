@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rollkv.backend import PageRun, Projected
-from rollkv.config import DTYPE_BYTES, KvType, LayerConfig, PageFormat
+from rollkv.config import KvType, LayerConfig, PageFormat
 from rollkv.cuda.device import DeviceArray, Launcher, check_array
 from rollkv.cuda.kernels.kv_format import check_projected, check_run, template_arguments
 from rollkv.cuda.nvrtc import KernelError, KernelSpec
@@ -46,8 +46,7 @@ def instances() -> tuple[KernelSpec, ...]:
 
 def qkv_append_bytes(num_tokens: int, layer: LayerConfig, page: PageFormat) -> int:
     """Bytes read (f32) and written (queries in f32, cells in the cache's types) for num_tokens tokens."""
-    key_bytes, value_bytes = DTYPE_BYTES[page.key_type], DTYPE_BYTES[page.value_type]
-    cells = page.num_kv_heads * (page.key_dim * (4 + key_bytes) + page.value_dim * (4 + value_bytes))
+    cells = page.num_kv_heads * 4 * (page.key_dim + page.value_dim) + page.page_bytes // page.page_cells
     return num_tokens * (layer.num_heads * layer.key_dim * 8 + cells)
 
 

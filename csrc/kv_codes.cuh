@@ -12,11 +12,11 @@
 // Words     32 bits, element e of a word, numbered from the row's beginning:
 //   q8_0    4 codes, level + 128.
 //   q4_0    8 codes, level + 8, element 2 i + k at bit 4 i + 16 k: neighbours lie in the two halves of (w >> 4 i) & 0x000f000f.
-//   turbo4  8 magnitudes of 3 bits, 0 the smallest, element e at bit 4 e: selectors of a byte permute; signs, set where negative, of element 2 j + k at bit
-//           15 - 4 j + 16 k: in place for two halves in w << 4 j.
-//   turbo2  16 codes of 2 bits, element 4 m + j at bit 4 j + 16 (m / 2) + 2 (m % 2): (w >> 16 (m / 2) + 2 (m % 2)) & 0x3333 are selectors of four levels.
-//   turbo3  a row's magnitudes as turbo2's codes; then its signs in words of 32, element 4 m + j at bit 8 j + 7 - m: in place for four bytes in w << m. The
-//           last of these is half empty where D is an odd multiple of 16.
+//   turbo4  8 codes of 4 bits, element e at bit 4 e: a magnitude, 0 the smallest, and above it the sign, set where negative.
+//   turbo2  16 codes of 2 bits, level + 3 / 2, element 2 i + k at bit 2 i + 16 k.
+//   turbo3  16 magnitudes of 2 bits, element e at bit 4 (e % 8) + 2 (e / 8); behind all of a row's magnitudes its signs in words of 32, element e at bit
+//           4 (e % 8) + e / 8: one shift brings eight of them beside their magnitudes. The last of these is half empty where D is an odd multiple of 16.
+// The attention kernel wants them so (kv_fragments.cuh).
 #pragma once
 
 #include "head_rows.cuh"
@@ -24,8 +24,8 @@
 
 // ---- levels -----------------------------------------------------------------------------------------------------------------------
 
-// Of turbo types, those above zero; the others are their negatives. kDeviation: of the normal distribution that they suit best. The books of turbo3 and
-// turbo2 are chosen so that a level is one byte, the high byte of a half.
+// Of turbo types, those above zero; the others are their negatives. kDeviation: of the normal distribution that they suit best. A level of turbo3 is one byte,
+// the high byte of a half; those of turbo2 are uniform, code - 3 / 2, and so need no table.
 template <typename T>
 struct Book;
 template <>
@@ -49,8 +49,8 @@ struct Book<Turbo3> {
 template <>
 struct Book<Turbo2> {
   static constexpr int kUpper = 2;
-  static constexpr double kDeviation = 1.2085;
-  static constexpr float upper(int i) { return i == 0 ? 0.375f : 1.25f; }
+  static constexpr double kDeviation = 0.99;
+  static constexpr float upper(int i) { return i == 0 ? 0.5f : 1.5f; }
 };
 
 // Of all, ascending.
@@ -175,16 +175,16 @@ __device__ __forceinline__ u32 pack_word(const u32* bytes, int index) {
 #pragma unroll
     for (int e = 0; e < 8; e++) {
       if constexpr (kSame<T, Q4_0>) word |= code(e) << 4 * (e / 2) + 16 * (e % 2);
-      if constexpr (kSame<T, Turbo4>) word |= (code(e) & 7) << 4 * e | code(e) >> 7 << 15 - 4 * (e / 2) + 16 * (e % 2);
+      if constexpr (kSame<T, Turbo4>) word |= (code(e) & 7 | code(e) >> 7 << 3) << 4 * e;
     }
   } else if (index < kDim / 16) {
     bytes += 4 * index;
 #pragma unroll
-    for (int e = 0; e < 16; e++) word |= (code(e) & 3) << 4 * (e % 4) + 16 * (e / 8) + 2 * (e / 4 % 2);
+    for (int e = 0; e < 16; e++) word |= (code(e) & 3) << (kSame<T, Turbo2> ? 2 * (e / 2) + 16 * (e % 2) : 4 * (e % 8) + 2 * (e / 8));
   } else {
     bytes += 8 * (index - kDim / 16);
 #pragma unroll
-    for (int e = 0; e < 32; e++) word |= code(e) >> 7 << 8 * (e % 4) + 7 - e / 4;
+    for (int e = 0; e < 32; e++) word |= code(e) >> 7 << 4 * (e % 8) + e / 8;
   }
   return word;
 }
@@ -194,7 +194,6 @@ __device__ __forceinline__ u32 pack_word(const u32* bytes, int index) {
 template <typename T, int kDim>
 __device__ __forceinline__ void store_row(const HeadRow<kDim>& row, const HeadCells<T, kDim>& cells, int cell, void* scratch) {
   using Format = RowFormat<T, kDim>;
-  u8* const codes = const_cast<u8*>(cells.codes(cell));
   const int lane = threadIdx.x % 32;
   if constexpr (kCoded<T>) {
     const CodedRow<kDim> coded = encode<T>(row);
@@ -202,16 +201,15 @@ __device__ __forceinline__ void store_row(const HeadRow<kDim>& row, const HeadCe
 #pragma unroll
     for (int i = 0; i < row.kCount; i++) static_cast<u8*>(scratch)[row.element(i)] = row.element(i) < kDim ? u8(coded.code[i]) : u8(0);
     __syncwarp();
-    u32* const words = reinterpret_cast<u32*>(codes);
 #pragma unroll
-    for (int w = lane; w < Format::kCodeBytes / 4; w += 32) words[w] = pack_word<T, kDim>(static_cast<const u32*>(scratch), w);
+    for (int w = lane; w < Format::kWords; w += 32) *const_cast<u32*>(cells.word(cell, w)) = pack_word<T, kDim>(static_cast<const u32*>(scratch), w);
 #pragma unroll
     for (int i = 0; i < row.kCount; i++) {
       const int d = row.element(i);
-      if (d % Format::kGroup == 0 && d < kDim) const_cast<u16*>(cells.scales(cell))[d / Format::kGroup] = coded.scale[i];
+      if (d % Format::kGroup == 0 && d < kDim) *const_cast<u16*>(cells.scale(cell, d / Format::kGroup)) = coded.scale[i];
     }
   } else {
-    T* const target = reinterpret_cast<T*>(codes);
+    T* const target = const_cast<T*>(cells.row(cell));
 #pragma unroll
     for (int i = 0; i < row.kCount; i++) {
       if (row.element(i) < kDim) target[row.element(i)] = from_float<T>(row.x[i]);
@@ -227,20 +225,18 @@ struct EightCodes {
   static constexpr int kLoads = kSame<T, Half> ? 4 : kSame<T, Q8_0> || kSame<T, Turbo3> ? 2 : 1;
   u32 raw[kLoads], index;
 
-  __device__ __forceinline__ void load(const u8* row, u32 eight) {
+  __device__ __forceinline__ void load(const HeadCells<T, kDim>& cells, u32 cell, u32 eight) {
     index = eight;
-    const u32* words = reinterpret_cast<const u32*>(row);
     if constexpr (kSame<T, Half>) {
-      const uint4 x = fresh16(row + 16 * index);
+      const uint4 x = fresh16(cells.row(cell) + 8 * index);
       raw[0] = x.x, raw[1] = x.y, raw[2] = x.z, raw[3] = x.w;
     } else if constexpr (kSame<T, Q8_0>) {
-      const uint2 x = fresh(reinterpret_cast<const uint2*>(row) + index);
-      raw[0] = x.x, raw[1] = x.y;
+      raw[0] = fresh(cells.word(cell, 2 * index)), raw[1] = fresh(cells.word(cell, 2 * index + 1));
     } else if constexpr (kSame<T, Q4_0> || kSame<T, Turbo4>) {
-      raw[0] = fresh(words + index);
+      raw[0] = fresh(cells.word(cell, index));
     } else {
-      raw[0] = fresh(words + index / 2);
-      if constexpr (kSame<T, Turbo3>) raw[1] = fresh(words + kDim / 16 + index / 4);
+      raw[0] = fresh(cells.word(cell, index / 2));
+      if constexpr (kSame<T, Turbo3>) raw[1] = fresh(cells.word(cell, kDim / 16 + index / 4));
     }
   }
   // Their levels, two neighbours a word.
@@ -253,6 +249,11 @@ struct EightCodes {
     } else if constexpr (kSame<T, Q4_0>) {
       auto pair = [&](int i) { return subtract_half2(raw[0] >> 4 * i & 0x000f000fu | 0x64006400u, 0x64086408u); };
       return make_uint4(pair(0), pair(1), pair(2), pair(3));
+    } else if constexpr (kSame<T, Turbo2>) {  // 1 + code / 4, and then 4 x - 11 / 2
+      auto pair = [&](int i) {
+        return fma_half2(raw[0] >> 8 * (index % 2) + 2 * i << 8 & 0x03000300u | 0x3c003c00u, 0x44004400u, 0xc580c580u);
+      };
+      return make_uint4(pair(0), pair(1), pair(2), pair(3));
     } else if constexpr (kSame<T, Turbo4>) {
       u32 high[2], low[2];  // bytes of four magnitudes
 #pragma unroll
@@ -261,20 +262,16 @@ struct EightCodes {
         high[i] = __byte_perm(0x3b393630u, 0x41403e3du, which);
         low[i] = __byte_perm(0x8a41351cu, 0x77237906u, which);
       }
-      auto pair = [&](int i) { return __byte_perm(low[i / 2], high[i / 2], i % 2 ? 0x7362 : 0x5140) ^ (raw[0] << 4 * i & 0x80008000u); };
+      auto pair = [&](int i) {
+        const u32 signs = __byte_perm(raw[0] << 4, raw[0], (12 + i) << 12 | (8 + i) << 4);  // bytes 1 and 3: all bits the sign of an element
+        return __byte_perm(low[i / 2], high[i / 2], i % 2 ? 0x7362 : 0x5140) ^ (signs & 0x80008000u);
+      };
       return make_uint4(pair(0), pair(1), pair(2), pair(3));
     } else {
-      u32 four[2];  // high bytes of four levels; the low ones are zeros
-#pragma unroll
-      for (int i = 0; i < 2; i++) {
-        const u32 which = raw[0] >> 16 * (index % 2) + 2 * i & 0x3333u;
-        if constexpr (kSame<T, Turbo2>) {
-          four[i] = __byte_perm(0x3d36b6bdu, 0, which);
-        } else {
-          four[i] = __byte_perm(0x403d3a34u, 0, which) ^ (raw[1] << 2 * (index % 4) + i & 0x80808080u);
-        }
-      }
-      auto pair = [&](int i) { return __byte_perm(four[i / 2], 0, i % 2 ? 0x3424 : 0x1404); };
+      const u32 which = raw[0] >> 2 * (index % 2) & 0x33333333u | (raw[1] >> index % 4 & 0x11111111u) << 2;
+      auto pair = [&](int i) {  // high bytes of four levels; the low ones are zeros
+        return __byte_perm(__byte_perm(0x403d3a34u, 0xc0bdbab4u, which >> 16 * (i / 2)), 0, i % 2 ? 0x3424 : 0x1404);
+      };
       return make_uint4(pair(0), pair(1), pair(2), pair(3));
     }
   }

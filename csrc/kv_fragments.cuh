@@ -24,13 +24,14 @@ template <typename T, int kThreads>
 __device__ __forceinline__ void make_table(u8* table) {
   const int lane = threadIdx.x % 32;
   for (int first = threadIdx.x / 32 * 32; first < 256; first += kThreads) {
-    auto half = [](int code) {
-      float x = level<T>(0);
+    auto level_of = [](int code) {
+      constexpr int kUpper = Book<T>::kUpper;
+      float x = Book<T>::upper(0);
 #pragma unroll
-      for (int i = 1; i < 2 * Book<T>::kUpper; i++) x = (code & (2 * Book<T>::kUpper - 1)) == i ? level<T>(i) : x;
-      return x;
+      for (int i = 1; i < kUpper; i++) x = code % kUpper == i ? Book<T>::upper(i) : x;
+      return code & kUpper ? -x : x;
     };
-    const u32 mine = pack_half2(half((first + lane) & 15), half((first + lane) >> 4));
+    const u32 mine = pack_half2(level_of((first + lane) & 15), level_of((first + lane) >> 4));
 #pragma unroll 4
     for (int i = 0; i < 32; i += 4) {  // four entries at a time, 8 lanes each
       const u32 x = __shfl_sync(kAllLanes, mine, i + lane / 8);

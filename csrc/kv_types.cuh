@@ -1,7 +1,9 @@
 // The types of the KV cache: element tags beside Half, Bf16 and float (common.cuh), and how a head's cells of each lie in a page.
 //
-// A plain type stores a row of D elements as they are. A coded one stores codes, 32-bit words whose bits kv_codes.cuh tells, and a scale, a half, for every
-// group of n elements: a page holds, for each head, codes [P][code bytes] and behind them scales f16 [P][D / n]. rollkv/kv_types.py has the same facts.
+// A plain type stores a row of D elements as they are, a page [P][D] of each head. A coded one stores codes, 32-bit words whose bits kv_codes.cuh tells, and a
+// scale, a half, for every group of n elements: a page holds, for each head, words u32 [P/4][words][4 cells] and behind them scales f16 [P/4][D / n][4 cells].
+// So 16 bytes are the same word of four neighbouring cells, a lane's load in attention, where cells as such would be too narrow: a row of turbo2 has
+// 32 bytes for 8 lanes. rollkv/kv_types.py and kv_page.py have the same facts.
 #pragma once
 
 #include "common.cuh"
@@ -52,11 +54,16 @@ struct RowFormat {
 template <typename T, int kDim>
 struct HeadCells {
   using Format = RowFormat<T, kDim>;
-  const u8* first;  // [P][code bytes], then [P][scales] halves
+  const u8* first;
   int page_cells;
 
-  __device__ __forceinline__ const u8* codes(int cell) const { return first + cell * Format::kCodeBytes; }
-  __device__ __forceinline__ const u16* scales(int cell) const {
-    return reinterpret_cast<const u16*>(first + page_cells * Format::kCodeBytes) + cell * Format::kScales;
+  // A plain cell's row.
+  __device__ __forceinline__ const T* row(int cell) const { return reinterpret_cast<const T*>(first + cell * Format::kCodeBytes); }
+  // One word of a coded cell's row, and the scale of one of its groups.
+  __device__ __forceinline__ const u32* word(int cell, int index) const {
+    return reinterpret_cast<const u32*>(first) + (cell / 4 * Format::kWords + index) * 4 + cell % 4;
+  }
+  __device__ __forceinline__ const u16* scale(int cell, int group) const {
+    return reinterpret_cast<const u16*>(first + page_cells * Format::kCodeBytes) + (cell / 4 * Format::kScales + group) * 4 + cell % 4;
   }
 };

@@ -20,8 +20,8 @@ __device__ __forceinline__ void load_row(HeadRow<kDim>& row, const HeadCells<T, 
     __syncwarp();  // scratch of the row before has been read
     if (lane < kDim / 8) {
       EightCodes<T, kDim> eight;
-      eight.load(cells.codes(cell), lane);
-      const float scale = half_bits_to_float(fresh(cells.scales(cell) + lane * 8 / RowFormat<T, kDim>::kGroup));
+      eight.load(cells, cell, lane);
+      const float scale = half_bits_to_float(fresh(cells.scale(cell, lane * 8 / RowFormat<T, kDim>::kGroup)));
       const uint4 levels = eight.levels();
       const u32 words[4] = {levels.x, levels.y, levels.z, levels.w};
 #pragma unroll
@@ -30,28 +30,29 @@ __device__ __forceinline__ void load_row(HeadRow<kDim>& row, const HeadCells<T, 
     __syncwarp();
     row.take(scratch);
   } else {
-    const T* source = reinterpret_cast<const T*>(cells.codes(cell));
+    const T* source = cells.row(cell);
 #pragma unroll
     for (int i = 0; i < row.kCount; i++) row.x[i] = row.element(i) < kDim ? to_float(fresh(source + row.element(i))) : 0.0f;
   }
 }
 
-template <typename T, int kDim>
-__device__ __forceinline__ void copy_row(const HeadCells<T, kDim>& source, const HeadCells<T, kDim>& target, int cell) {
-  using Format = RowFormat<T, kDim>;
-  const int lane = threadIdx.x % 32;
-  const u32* words = reinterpret_cast<const u32*>(source.codes(cell));
-  u32* const to_words = reinterpret_cast<u32*>(const_cast<u8*>(target.codes(cell)));
-  for (int w = lane; w < Format::kCodeBytes / 4; w += 32) to_words[w] = fresh(words + w);
-  if (lane < Format::kScales) const_cast<u16*>(target.scales(cell))[lane] = fresh(source.scales(cell) + lane);
+// bytes: a multiple of 16.
+__device__ __forceinline__ void copy_bytes(const u8* source, u8* target, int bytes) {
+  for (int i = threadIdx.x * 16; i < bytes; i += kWarps * 32 * 16) {
+    *reinterpret_cast<uint4*>(target + i) = fresh(reinterpret_cast<const uint4*>(source + i));
+  }
 }
 
 template <typename Source, typename Target, int kDim>
 __device__ __forceinline__ void reencode_cells(const HeadCells<Source, kDim>& source, const HeadCells<Target, kDim>& target, float* scratch) {
-  for (int cell = blockIdx.z * kCells + threadIdx.x / 32; cell < int(blockIdx.z + 1) * kCells; cell += kWarps) {
-    if constexpr (kSame<Source, Target>) {
-      copy_row(source, target, cell);
-    } else {
+  const int first = blockIdx.z * kCells;
+  if constexpr (kSame<Source, Target>) {
+    using Format = RowFormat<Source, kDim>;
+    const int codes = first * Format::kCodeBytes, scales = source.page_cells * Format::kCodeBytes + first * Format::kScales * 2;
+    copy_bytes(source.first + codes, const_cast<u8*>(target.first) + codes, kCells * Format::kCodeBytes);
+    copy_bytes(source.first + scales, const_cast<u8*>(target.first) + scales, kCells * Format::kScales * 2);
+  } else {
+    for (int cell = first + threadIdx.x / 32; cell < first + kCells; cell += kWarps) {
       HeadRow<kDim> row;
       load_row(row, source, cell, scratch);
       store_row(row, target, cell, scratch);

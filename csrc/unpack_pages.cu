@@ -16,14 +16,15 @@ template <typename T, int kDim>
 __device__ __forceinline__ void unpack_cells(const HeadCells<T, kDim>& cells, Half* target) {
   using Format = RowFormat<T, kDim>;
   const u32 first = blockIdx.z * kThreads * kUnits + threadIdx.x, end = cells.page_cells * (kDim / 8);
+  auto cell_of = [](u32 eight) { return eight / (4 * (kDim / 8)) * 4 + eight % 4; };  // four cells by turns, as their words lie
   EightCodes<T, kDim> eights[kUnits];
   u32 scales[kUnits];
 #pragma unroll
   for (int i = 0; i < kUnits; i++) {
-    const u32 eight = first + i * kThreads, cell = eight / (kDim / 8), index = eight % (kDim / 8);
+    const u32 eight = first + i * kThreads, cell = cell_of(eight), index = eight / 4 % (kDim / 8);
     if (eight >= end) break;
-    eights[i].load(cells.codes(cell), index);
-    if constexpr (kCoded<T>) scales[i] = fresh(cells.scales(cell) + index * 8 / Format::kGroup);
+    eights[i].load(cells, cell, index);
+    if constexpr (kCoded<T>) scales[i] = fresh(cells.scale(cell, index * 8 / Format::kGroup));
   }
 #pragma unroll
   for (int i = 0; i < kUnits; i++) {
@@ -34,7 +35,7 @@ __device__ __forceinline__ void unpack_cells(const HeadCells<T, kDim>& cells, Ha
       const u32 scale = scales[i] | scales[i] << 16;
       x = make_uint4(multiply_half2(x.x, scale), multiply_half2(x.y, scale), multiply_half2(x.z, scale), multiply_half2(x.w, scale));
     }
-    reinterpret_cast<uint4*>(target)[eight] = x;
+    reinterpret_cast<uint4*>(target)[cell_of(eight) * (kDim / 8) + eight / 4 % (kDim / 8)] = x;
   }
 }
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rollkv.backend import PageRun, PartStates
-from rollkv.config import LayerConfig, PageFormat
+from rollkv.config import KvType, LayerConfig, PageFormat
 from rollkv.cuda.device import DeviceArray, Launcher, check_array
 from rollkv.cuda.kernels.attn_decode import MERGED_WITHIN
 from rollkv.cuda.kernels.kv_format import check_run, template_arguments
@@ -55,14 +55,17 @@ def choose_form(page: PageFormat, group: int, num_bands: int, num_parts: int, ar
     rehearsals look for kernels, and makes do with the shared memory of the card."""
     units = max(page.page_cells // _UNIT_CELLS, 1)
     blocks = -(-group // _MAX_HEADS) * page.num_kv_heads * (1 << (num_parts - 1).bit_length())
+    types, wide = {page.key_type, page.value_type}, max(page.key_dim, page.value_dim) > 128
     if num_parts <= MERGED_WITHIN:
         form = Form(8, 1, 16, 1, few=True)
-    elif blocks <= _SOME_BLOCKS or max(page.key_dim, page.value_dim) > 128:
+    elif wide and "f16" in types:
+        form = Form(8, 1, 16, 1)
+    elif wide or blocks <= _SOME_BLOCKS:
         form = Form(8, 1, 8, 2)
-    elif "f16" in (page.key_type, page.value_type):
+    elif types & set(_TABLED):
+        form = Form(8, 1, 8, 2) if "f16" in types else Form(4, 4, 8, 1)
+    elif "f16" in types:
         form = Form(4, 1, 8, 3)
-    elif page.key_type in _TABLED or page.value_type in _TABLED:
-        form = Form(4, 4, 8, 1)
     else:
         form = Form(4, 1, 8, 4)
     form = form._replace(warps=min(form.warps, units))
@@ -109,11 +112,17 @@ def spec(page: PageFormat, form: Form) -> KernelSpec:
 
 
 def instances() -> tuple[KernelSpec, ...]:
-    coded = [name for name, kind in KV_TYPES.items() if kind.coded]
-    pages = [PageFormat(8, 128, 128, name, name, 256, True, True) for name in (*coded, "f16")]
-    pages += [PageFormat(8, dim, dim, name, name, 256) for name in coded for dim in (64, 256)]
-    pages += [PageFormat(8, 128, 128, *pair, 256) for pair in (("f16", "turbo3"), ("q8_0", "turbo4"), ("turbo4", "turbo3"), ("turbo2", "f16"))]
-    pages += [PageFormat(8, 80, 112, "turbo3", "turbo2", 64), PageFormat(8, 192, 48, "q8_0", "turbo3", 16)]
+    coded: tuple[KvType, ...] = ("q8_0", "q4_0", "turbo4", "turbo3", "turbo2")
+    pairs: tuple[tuple[KvType, KvType], ...] = (
+        ("f16", "f16"),
+        ("f16", "turbo3"),
+        ("turbo2", "f16"),
+        ("q8_0", "turbo4"),
+        ("turbo4", "turbo3"),
+    )
+    pages = [PageFormat(8, 128, 128, *pair, 256) for pair in pairs]
+    pages += [PageFormat(8, dim, dim, name, name, 256) for name in coded for dim in (64, 128, 256)]
+    pages += [PageFormat(8, 80, 112, "turbo3", "turbo2", 64), PageFormat(8, 192, 48, "f16", "turbo3", 16)]
     return tuple(dict.fromkeys(spec(page, choose_form(page, 5, 1, parts, "sm_90a")) for page in pages for parts in (1, 32, 512)))
 
 
@@ -169,7 +178,17 @@ def attend_coded(
     seen_as = bands(layer.rope, page.page_cells, parts.first_page + num_parts - 1)
     form = form or choose_form(page, layer.group, num_bands, num_parts, launcher.arch)
     shape = launch_shape(page, layer.group, num_bands, num_pages, form, num_sms)
-    place = (run.num_slots, run.first_slot, run.num_pages, last.num_slots, last.first_slot, num_pages, run.first_page, first_part, num_parts)
+    place = (
+        run.num_slots,
+        run.first_slot,
+        run.num_pages,
+        last.num_slots,
+        last.first_slot,
+        num_pages,
+        run.first_page,
+        first_part,
+        num_parts,
+    )
     sizes = (seen_as.previous_page, seen_as.own_page, num_bands, layer.group, shape.heads, layer.sliding_window or 0)
     launcher.launch(
         spec(page, form),

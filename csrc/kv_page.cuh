@@ -18,11 +18,7 @@ struct KvPages {
   __device__ __forceinline__ i64 page_bytes() const {
     return key_bytes() + i64(num_kv_heads) * page_cells * RowFormat<ValueType, kValueDim>::kRowBytes;
   }
-  // index < num_slots
-  __device__ __forceinline__ const u8* page(int index) const {
-    const int slot = first_slot + index;
-    return pool + i64(slot < num_slots ? slot : slot - num_slots) * page_bytes();
-  }
+  __device__ __forceinline__ const u8* page(int index) const { return pool + i64((first_slot + index) % num_slots) * page_bytes(); }
   // The cells of one head in page `index` of the run.
   __device__ __forceinline__ HeadCells<KeyType, kKeyDim> key_cells(int index, int kv_head) const {
     return {page(index) + i64(kv_head) * page_cells * RowFormat<KeyType, kKeyDim>::kRowBytes, page_cells};

@@ -19,13 +19,13 @@ constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 constexpr u32 kOnes = 0x3c003c00u;
 
 // What a block has in shared memory, in bytes: rollkv/cuda/kernels/attn_decode_coded.py computes the sum too. The queries stand last.
-template <typename KeyType, typename ValueType, int kKeyDim, int kValueDim, int kCells, int kWarps, int kTeams>
+template <typename KeyType, typename ValueType, int kKeyDim, int kValueDim, int kPartTiles, int kCells, int kWarps, int kTeams>
 struct Layout {
   static constexpr int kTable = kLooksUp<KeyType> || kLooksUp<ValueType> ? kTableBytes : 0;
-  static constexpr int kSums = kValueDim * kHeads * 4, kStats = kHeads * 8, kUndo = 16;  // of a warp
+  static constexpr int kSums = kPartTiles * 512, kStats = 2 * (kHeads * 8 + 16);  // of a warp
   static constexpr int kKeyScales = kCells * RowFormat<KeyType, kKeyDim>::kScales * 2, kValueScales = kCells * RowFormat<ValueType, kValueDim>::kScales * 2;
   static constexpr int kScales = 2 * (kKeyScales + kValueScales);
-  static constexpr int kTeam = kWarps * (kSums + kStats + kUndo + kScales);
+  static constexpr int kTeam = kWarps * (kSums + kStats + kScales);
   static constexpr int kQueries = kTable + kTeams * kTeam;
   static constexpr int kBand = (kKeyDim + 31) / 32 * 512;  // of a band's queries
 };
@@ -52,6 +52,13 @@ __device__ __forceinline__ void to_floats(float (&x)[4], uint2 halves) {
   x[2] = half_bits_to_float(u16(halves.y)), x[3] = half_bits_to_float(u16(halves.y >> 16));
 }
 
+// The fewest parts that a lane's slots can be divided into so that each has 8 tiles of 16 columns at most: 32 registers of sums.
+constexpr int parts_of(int slots, int tiles) {
+  int parts = 1;
+  while (slots % parts != 0 || tiles / parts > 8) parts++;
+  return parts;
+}
+
 // kBlocks: that a multiprocessor must have room for. kFew: the form for few pages, one a block, which merges up to kMergeSums of them.
 template <typename KeyType, typename ValueType, int kKeyDim, int kValueDim, int kPageCells, int kWarps, int kTeams, int kRing, int kBlocks, bool kFew>
 __global__ void __launch_bounds__(kWarps * kTeams * 32, kBlocks) attn_decode_coded(
@@ -73,16 +80,18 @@ __global__ void __launch_bounds__(kWarps * kTeams * 32, kBlocks) attn_decode_cod
   using Values = ValueReader<ValueType, kValueDim, kPageCells>;
   using KeyFormat = RowFormat<KeyType, kKeyDim>;
   using ValueFormat = RowFormat<ValueType, kValueDim>;
-  using Memory = Layout<KeyType, ValueType, kKeyDim, kValueDim, kPresent, kWarps, kTeams>;
   constexpr int kKeyElements = Keys::Place::kElements, kKeySlots = Keys::Place::kCount, kFragments = kKeyDim / 16;
   constexpr int kKeyGroup = KeyFormat::kGroup / (4 * kKeyElements);  // slots that share a scale
-  constexpr int kValueElements = Values::Place::kElements, kValueSlots = Values::Place::kCount, kTiles = kValueDim / 16, kOwned = (kTiles + kWarps - 1) / kWarps;
+  constexpr int kValueElements = Values::Place::kElements, kValueSlots = Values::Place::kCount, kTiles = kValueDim / 16;
   constexpr bool kWeighted = kTurbo<ValueType>;  // the scales of values are part of the weights, in as many sets as there are groups
   constexpr int kSets = kWeighted ? ValueFormat::kScales : 1, kSetSlots = kValueSlots / kSets;
+  constexpr int kParts = parts_of(kValueSlots, kTiles), kPartSlots = kValueSlots / kParts, kPartTiles = kTiles / kParts;  // columns that have sums at a time
+  constexpr int kOwned = (kPartTiles + kWarps - 1) / kWarps;  // tiles of a part that a warp merges
   // The loads of a page in their order: keys, then values, aligned to what is loaded together, then nothing up to whole rounds of the ring.
   constexpr int kKeyLoads = kUnits * kKeySlots * Keys::kLoads, kValueBegin = (kKeyLoads + Values::kLoads - 1) / Values::kLoads * Values::kLoads;
-  constexpr int kValueLoads = kUnits * kValueSlots * (2 / Values::kTiles) * Values::kLoads;
+  constexpr int kHalves = 2 / Values::kTiles, kValueLoads = kUnits * kValueSlots * kHalves * Values::kLoads;
   constexpr int kLoads = (kValueBegin + kValueLoads + kRing - 1) / kRing * kRing;
+  using Memory = Layout<KeyType, ValueType, kKeyDim, kValueDim, kPartTiles, kPresent, kWarps, kTeams>;
   static_assert(kRing % 4 == 0, "what is loaded together lies together in the ring");
 
   extern __shared__ __align__(128) u8 shared[];
@@ -91,10 +100,9 @@ __global__ void __launch_bounds__(kWarps * kTeams * 32, kBlocks) attn_decode_cod
   const int chunk = blockIdx.x, kv_head = blockIdx.y, num_kv_heads = gridDim.y, num_heads = num_kv_heads * group;
   const int head = kv_head * group + chunk * heads_a_block, heads = min(heads_a_block, group - chunk * heads_a_block);
   u8* const of_team = shared + Memory::kTable + team * Memory::kTeam;
-  float4* const sums = reinterpret_cast<float4*>(of_team);                                        // [kWarps][kTiles][32]
-  float4* const stats = reinterpret_cast<float4*>(of_team + kWarps * Memory::kSums);              // [kWarps][4] (maximum, sum) of two heads
-  float* const undo = reinterpret_cast<float*>(stats + kWarps * 4);                               // [kWarps]
-  u8* const scales = of_team + kWarps * (Memory::kSums + Memory::kStats + Memory::kUndo) + share * Memory::kScales;  // [2][of keys, of values]
+  float4* const sums = reinterpret_cast<float4*>(of_team);                                        // [kWarps][kPartTiles][32]
+  u8* const stats = of_team + kWarps * Memory::kSums;  // [2][kWarps], pages by turns: maxima and sums of 8 heads, and what undoes the raising of weights
+  u8* const scales = of_team + kWarps * (Memory::kSums + Memory::kStats) + share * Memory::kScales;  // [2][of keys, of values]
   u8* const queries = shared + Memory::kQueries;                                                  // [R][kBand]
   constexpr bool kTwoTables = kLooksUp<KeyType> && kLooksUp<ValueType> && !kSame<KeyType, ValueType>;
   const Keys keys{{t, shared}};
@@ -127,26 +135,26 @@ __global__ void __launch_bounds__(kWarps * kTeams * 32, kBlocks) attn_decode_cod
     commit_copies();
   };
   uint4 ring[kRing];
-  // What ends with load `at` of a page, if anything does.
-  auto load = [&](int at, const u8* of_keys, const u8* of_values, bool wanted) {
+  const u8 *key_cells = nullptr, *value_cells = nullptr;  // this lane's, of the page that is being loaded
+  // What ends with load `at` of the page, if anything does.
+  auto load = [&](int at, bool wanted) {
     if (at < kKeyLoads) {
       const int slot = at / Keys::kLoads;
-      if (at % Keys::kLoads == Keys::kLoads - 1) keys.load(ring + slot * Keys::kLoads % kRing, of_keys, slot / kKeySlots, slot % kKeySlots, wanted);
+      if (at % Keys::kLoads == Keys::kLoads - 1) keys.load(ring + slot * Keys::kLoads % kRing, key_cells, slot / kKeySlots, slot % kKeySlots, wanted);
     } else if (at >= kValueBegin && at < kValueBegin + kValueLoads) {
-      constexpr int kParts = 2 / Values::kTiles;
-      const int slot = (at - kValueBegin) / Values::kLoads, unit = slot / (kValueSlots * kParts), j = slot / kParts % kValueSlots;
+      const int slot = (at - kValueBegin) / Values::kLoads, part = slot / (kUnits * kPartSlots * kHalves), unit = slot / (kPartSlots * kHalves) % kUnits;
       if ((at - kValueBegin) % Values::kLoads == Values::kLoads - 1) {
-        values.load(ring + (kValueBegin + slot * Values::kLoads) % kRing, of_values, unit, j, slot % kParts, wanted);
+        const int j = part * kPartSlots + slot / kHalves % kPartSlots;
+        values.load(ring + (kValueBegin + slot * Values::kLoads) % kRing, value_cells, unit, j, slot % kHalves, wanted);
       }
     }
   };
-  const u8 *key_cells = nullptr, *value_cells = nullptr;  // this lane's, of the page
   auto begin_page = [&](int index) {
     const u8* const page = page_of(index);
     key_cells = page + key_offset, value_cells = page + value_offset;
     stage_scales(0, page);
 #pragma unroll
-    for (int at = 0; at < kRing; at++) load(at, key_cells, value_cells, true);
+    for (int at = 0; at < kRing; at++) load(at, true);
   };
   const int step = gridDim.z * kTeams;
   int index = blockIdx.z * kTeams + team;
@@ -159,18 +167,18 @@ __global__ void __launch_bounds__(kWarps * kTeams * 32, kBlocks) attn_decode_cod
   wait_for_previous();
   if (index < num_pages && newest_first) begin_page(index);
 
-  // The queries as fragments, element d of head h in the word of lane (h, slot % 4), times the scale of the scores, and where operands are smaller by a factor than
-  // their levels, half of that, as far as the pairs' factors differ.
+  // The queries as fragments, element d of head h in the word of lane (h, slot % 4). Where operands are smaller by a factor than their levels the queries make up
+  // for what differs between pairs, the scale of the scores for the rest.
   constexpr bool kShiftedKeys = decltype(keys.decoder)::kShifted, kShiftedValues = decltype(values.decoder)::kShifted;
-  constexpr float kFactor = kShiftedKeys ? 8.0f : 1.0f;  // of the scores, still
-  const float even = scale * kLog2E * (keys.decoder.factor(0) / kFactor), odd = scale * kLog2E * (keys.decoder.factor(1) / kFactor);
+  constexpr float kFactor = kShiftedKeys ? 8.0f : 1.0f, kEven = decltype(keys.decoder)::factor(0) / kFactor, kOdd = decltype(keys.decoder)::factor(1) / kFactor;
+  const float scale2 = scale * kLog2E * kFactor;
   for (int item = threadIdx.x; item < num_bands * kHeads * (kKeyDim / 4); item += kThreads) {
     const int d = item % (kKeyDim / 4) * 4, h = item / (kKeyDim / 4) % kHeads, band = item / (kKeyDim / 4) / kHeads;
     float4 x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     if (h < heads) x = fresh(reinterpret_cast<const float4*>(q + (i64(band) * num_heads + head + h) * kKeyDim + d));
     const int slot = d / kKeyElements, fragment = slot / 4 * (kKeyElements / 4) + d % kKeyElements / 4;
     u32* const target = reinterpret_cast<u32*>(queries + band * Memory::kBand) + (fragment / 2 * 32 + 4 * h + slot % 4) * 4 + fragment % 2 * 2;
-    *reinterpret_cast<uint2*>(target) = make_uint2(pack_half2(x.x * even, x.y * even), pack_half2(x.z * odd, x.w * odd));
+    *reinterpret_cast<uint2*>(target) = make_uint2(pack_half2(x.x * kEven, x.y * kEven), pack_half2(x.z * kOdd, x.w * kOdd));
   }
   __syncthreads();
 
@@ -183,20 +191,16 @@ __global__ void __launch_bounds__(kWarps * kTeams * 32, kBlocks) attn_decode_cod
     wait_for_copies<0>();
     __syncwarp();  // scales of this page have come; those of the page before have been read
     const u8* const next_page = page_of(more ? index + step : index);
-    const u8* const next_keys = next_page + key_offset;
-    const u8* const next_values = next_page + value_offset;
     if (more) stage_scales(buffer ^ 1, next_page);
     const u8* const key_scales = scales + buffer * (Memory::kKeyScales + Memory::kValueScales);
     const u8* const value_scales = key_scales + Memory::kKeyScales;
+    float4* const share_stats = reinterpret_cast<float4*>(stats + buffer * (kWarps * Memory::kStats / 2));  // [kWarps][5]
     buffer ^= 1;
     auto load_ahead = [&](int at, int count) {  // once loads `at`, ... of this page have been decoded
 #pragma unroll
       for (int i = at; i < at + count; i++) {
-        if (i + kRing < kLoads) {
-          load(i + kRing, key_cells, value_cells, true);
-        } else {
-          load(i + kRing - kLoads, next_keys, next_values, more);
-        }
+        if (i + kRing == kLoads) key_cells = next_page + key_offset, value_cells = next_page + value_offset;
+        load((i + kRing) % kLoads, i + kRing < kLoads || more);
       }
     };
     const int page = first_page + index;
@@ -249,9 +253,11 @@ __global__ void __launch_bounds__(kWarps * kTeams * 32, kBlocks) attn_decode_cod
         load_ahead(at, Keys::kLoads);
         __syncwarp();
         if (j % kKeyGroup == kKeyGroup - 1) {
-          float factor[4] = {1.0f, 1.0f, 1.0f, 1.0f};
+          float factor[4] = {scale2, scale2, scale2, scale2};
           if constexpr (kCoded<KeyType>) {
             to_floats(factor, *reinterpret_cast<const uint2*>(key_scales + ((u * 8 + g) * KeyFormat::kScales + j / kKeyGroup) * 8));
+#pragma unroll
+            for (int i = 0; i < 4; i++) factor[i] *= scale2;
           }
 #pragma unroll
           for (int i = 0; i < 4; i++) {
@@ -328,8 +334,11 @@ __global__ void __launch_bounds__(kWarps * kTeams * 32, kBlocks) attn_decode_cod
       for (int i = 0; i < kUnits * 4; i++) P[0][i / 4][i % 4] = transpose_matrix(pack_half2(S[i / 4][i % 4][0], S[i / 4][i % 4][1]));
     }
 
+    if (g == 0) share_stats[share * 5 + t] = make_float4(m[0], l[0], m[1], l[1]);
+    if (lane == 0) share_stats[share * 5 + 4].x = undone;
+
     // O[tile]: elements 2 i (sums 0, 1) and 2 i + 1 (2, 3) of a slot of heads 2 t and 2 t + 1.
-    float O[kTiles][4], start[kShiftedValues ? kSets : 1][2][4];
+    float O[kPartTiles][4], start[kShiftedValues ? kSets : 1][2][4];
     if constexpr (kShiftedValues) {
 #pragma unroll
       for (int set = 0; set < kSets; set++) {
@@ -342,123 +351,123 @@ __global__ void __launch_bounds__(kWarps * kTeams * 32, kBlocks) attn_decode_cod
         for (int k = 0; k < 8; k++) start[set][k / 4][k % 4] = sum[k % 4] * -values.decoder.offset(k / 4);
       }
     }
+    const i64 state = i64(first_part + index) * num_heads + head;
+    float* const target = num_parts == 1 ? out + i64(head) * kValueDim : part_out + state * kValueDim;
 #pragma unroll
-    for (int u = 0; u < kUnits; u++) {
+    for (int part = 0; part < kParts; part++) {
 #pragma unroll
-      for (int j = 0; j < kValueSlots; j++) {
-        u32 factor[4];  // scales of partners
-        if constexpr (kCoded<ValueType> && !kWeighted) {
-          const int of_group = (8 * j * kValueElements + g * kValueElements) / ValueFormat::kGroup;
-          const u8* const first = value_scales + ((u * 8 + 2 * t) * ValueFormat::kScales + of_group) * 8;
-          const uint2 a = *reinterpret_cast<const uint2*>(first), b = *reinterpret_cast<const uint2*>(first + ValueFormat::kScales * 8);
+      for (int u = 0; u < kUnits; u++) {
 #pragma unroll
-          for (int i = 0; i < 4; i++) {
-            factor[i] = __byte_perm(i < 2 ? a.x : a.y, i < 2 ? b.x : b.y, i % 2 == 0 ? 0x5410 : 0x7632);
-          }
-          if (!all_visible) {
-            asm volatile("");
+        for (int j = part * kPartSlots; j < (part + 1) * kPartSlots; j++) {
+          u32 factor[4];  // scales of partners
+          if constexpr (kCoded<ValueType> && !kWeighted) {
+            const int of_group = (8 * j * kValueElements + g * kValueElements) / ValueFormat::kGroup;
+            const u8* const first = value_scales + ((u * 8 + 2 * t) * ValueFormat::kScales + of_group) * 8;
+            const uint2 a = *reinterpret_cast<const uint2*>(first), b = *reinterpret_cast<const uint2*>(first + ValueFormat::kScales * 8);
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-              const int row = 32 * u + 8 * t + i;
-              factor[i] &= (visible(row) ? 0xffffu : 0u) | (visible(row + 4) ? 0xffff0000u : 0u);
+              factor[i] = __byte_perm(i < 2 ? a.x : a.y, i < 2 ? b.x : b.y, i % 2 == 0 ? 0x5410 : 0x7632);
+            }
+            if (!all_visible) {
+              asm volatile("");
+#pragma unroll
+              for (int i = 0; i < 4; i++) {
+                const int row = 32 * u + 8 * t + i;
+                factor[i] &= (visible(row) ? 0xffffu : 0u) | (visible(row + 4) ? 0xffff0000u : 0u);
+              }
+            }
+          }
+#pragma unroll
+          for (int tile = 0; tile < 2; tile++) {
+            const int slot = (part * kUnits + u) * kPartSlots + j % kPartSlots, set = j / kSetSlots;
+            const int at = kValueBegin + (slot * 2 + tile) / Values::kTiles * Values::kLoads;
+            if (kSame<ValueType, Half> && !all_visible) {
+              asm volatile("");
+#pragma unroll
+              for (int i = 0; i < 4; i++) {  // as ValueReader loads them
+                if (!visible(32 * u + 8 * t + 2 * tile + i / 2 + i % 2 * 4)) ring[(at + i) % kRing] = make_uint4(0, 0, 0, 0);
+              }
+            }
+            u32 x[2][kValueElements];  // of two pairs of partners
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+              values.partners(x[i], ring + at % kRing, 2 * tile + i, j);
+              if constexpr (kCoded<ValueType> && !kWeighted) {
+#pragma unroll
+                for (int e = 0; e < kValueElements; e++) x[i][e] = multiply_half2(x[i][e], factor[2 * tile + i]);
+              }
+            }
+#pragma unroll
+            for (int k = 0; k < kValueElements / 2; k++) {
+              float(&sum)[4] = O[j % kPartSlots * (kValueElements / 2) + k];
+              const float* const before = u + tile > 0 ? sum : kShiftedValues ? start[kShiftedValues ? set : 0][k % 2] : zeros;
+              mma_f16(sum, x[0][2 * k], x[0][2 * k + 1], x[1][2 * k], x[1][2 * k + 1], P[set][u][2 * tile], P[set][u][2 * tile + 1], before);
+            }
+            if (tile == 1 || Values::kTiles == 1) {
+              load_ahead(at, Values::kLoads);
+              __syncwarp();
             }
           }
         }
+      }
+      // The team's shares become the page's state.
+      team_barrier<kWarps * 32>(team);  // what was there before has been read, and statistics are there
 #pragma unroll
-        for (int tile = 0; tile < 2; tile++) {
-          const int at = kValueBegin + ((u * kValueSlots + j) * 2 + tile) / Values::kTiles * Values::kLoads, set = j / kSetSlots;
-          if (kSame<ValueType, Half> && !all_visible) {
-            asm volatile("");
+      for (int i = 0; i < kPartTiles; i++) sums[(share * kPartTiles + i) * 32 + lane] = make_float4(O[i][0], O[i][1], O[i][2], O[i][3]);
+      float4 of_share[kWarps];
+      float most[2] = {-infinity(), -infinity()}, total[2] = {0.0f, 0.0f}, weight[kWarps][2];
 #pragma unroll
-            for (int i = 0; i < 4; i++) {  // as ValueReader loads them
-              if (!visible(32 * u + 8 * t + 2 * tile + i / 2 + i % 2 * 4)) ring[(at + i) % kRing] = make_uint4(0, 0, 0, 0);
-            }
+      for (int w = 0; w < kWarps; w++) {
+        of_share[w] = share_stats[w * 5 + t];
+        most[0] = fmaxf(most[0], of_share[w].x);
+        most[1] = fmaxf(most[1], of_share[w].z);
+      }
+#pragma unroll
+      for (int w = 0; w < kWarps; w++) {
+        weight[w][0] = exp2_approx(of_share[w].x - softmax_base(most[0]));
+        weight[w][1] = exp2_approx(of_share[w].z - softmax_base(most[1]));
+        total[0] = fmaf(weight[w][0], of_share[w].y, total[0]);
+        total[1] = fmaf(weight[w][1], of_share[w].w, total[1]);
+        if constexpr (kWeighted) weight[w][0] *= share_stats[w * 5 + 4].x, weight[w][1] *= share_stats[w * 5 + 4].x;
+      }
+      team_barrier<kWarps * 32>(team);
+      const float norm[2] = {reciprocal(total[0]), reciprocal(total[1])};
+      float result[2][2][2];  // head, tile, element
+#pragma unroll
+      for (int k = 0; k < kOwned; k++) {
+        const int own = share * kOwned + k, tile = part * kPartTiles + own;
+        constexpr bool kPaired = kOwned % 2 == 0 && kPartTiles % 2 == 0 && kValueElements > 2;
+        if (kOwned * kWarps > kPartTiles && own >= kPartTiles) break;
+        float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+        for (int w = 0; w < kWarps; w++) {
+          const float4 x = sums[(w * kPartTiles + own) * 32 + lane];
+          sum.x = fmaf(weight[w][0], x.x, sum.x), sum.y = fmaf(weight[w][1], x.y, sum.y);
+          sum.z = fmaf(weight[w][0], x.z, sum.z), sum.w = fmaf(weight[w][1], x.w, sum.w);
+        }
+        const float factor = values.decoder.factor(kValueElements > 2 ? (kOwned % 2 == 0 ? k : own) : 0);
+        result[0][k % 2][0] = sum.x * (norm[0] * factor), result[0][k % 2][1] = sum.z * (norm[0] * factor);
+        result[1][k % 2][0] = sum.y * (norm[1] * factor), result[1][k % 2][1] = sum.w * (norm[1] * factor);
+        const int in_slot = tile % (kValueElements / 2) * 2, d = (tile / (kValueElements / 2) * 8 + g) * kValueElements + in_slot;
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+          if (2 * t + e >= heads) continue;
+          float* const row = target + (2 * t + e) * kValueDim;
+          if constexpr (kPaired) {
+            if (k % 2 == 1) *reinterpret_cast<float4*>(row + d - 2) = make_float4(result[e][0][0], result[e][0][1], result[e][1][0], result[e][1][1]);
+          } else {
+            *reinterpret_cast<float2*>(row + d) = make_float2(result[e][k % 2][0], result[e][k % 2][1]);
           }
-          u32 x[2][kValueElements];  // of two pairs of partners
+        }
+      }
+      if (part == 0 && share == 0 && g == 0 && num_parts > 1) {
 #pragma unroll
-          for (int i = 0; i < 2; i++) {
-            values.partners(x[i], ring + at % kRing, 2 * tile + i, j);
-            if constexpr (kCoded<ValueType> && !kWeighted) {
-#pragma unroll
-              for (int e = 0; e < kValueElements; e++) x[i][e] = multiply_half2(x[i][e], factor[2 * tile + i]);
-            }
-          }
-#pragma unroll
-          for (int k = 0; k < kValueElements / 2; k++) {
-            float(&sum)[4] = O[j * (kValueElements / 2) + k];
-            const float* const before = u + tile > 0 ? sum : kShiftedValues ? start[kShiftedValues ? set : 0][k % 2] : zeros;
-            mma_f16(sum, x[0][2 * k], x[0][2 * k + 1], x[1][2 * k], x[1][2 * k + 1], P[set][u][2 * tile], P[set][u][2 * tile + 1], before);
-          }
-          if (tile == 1 || Values::kTiles == 1) {
-            load_ahead(at, Values::kLoads);
-            __syncwarp();
-          }
+        for (int e = 0; e < 2; e++) {
+          if (2 * t + e < heads) part_lse[state + 2 * t + e] = softmax_lse(most[e] * kLn2, total[e]);
         }
       }
     }
     if constexpr (kLoads > kValueBegin + kValueLoads) load_ahead(kValueBegin + kValueLoads, kLoads - kValueBegin - kValueLoads);
-
-    // The team's shares become the page's state.
-    team_barrier<kWarps * 32>(team);  // the page before has been written
-#pragma unroll
-    for (int i = 0; i < kTiles; i++) sums[(share * kTiles + i) * 32 + lane] = make_float4(O[i][0], O[i][1], O[i][2], O[i][3]);
-    if (g == 0) stats[share * 4 + t] = make_float4(m[0], l[0], m[1], l[1]);
-    if (lane == 0) undo[share] = undone;
-    team_barrier<kWarps * 32>(team);
-    float4 of_share[kWarps];
-    float most[2] = {-infinity(), -infinity()}, total[2] = {0.0f, 0.0f}, weight[kWarps][2];
-#pragma unroll
-    for (int w = 0; w < kWarps; w++) {
-      of_share[w] = stats[w * 4 + t];
-      most[0] = fmaxf(most[0], of_share[w].x);
-      most[1] = fmaxf(most[1], of_share[w].z);
-    }
-#pragma unroll
-    for (int w = 0; w < kWarps; w++) {
-      weight[w][0] = exp2_approx(of_share[w].x - softmax_base(most[0]));
-      weight[w][1] = exp2_approx(of_share[w].z - softmax_base(most[1]));
-      total[0] = fmaf(weight[w][0], of_share[w].y, total[0]);
-      total[1] = fmaf(weight[w][1], of_share[w].w, total[1]);
-      if constexpr (kWeighted) weight[w][0] *= undo[w], weight[w][1] *= undo[w];
-    }
-    const i64 part = i64(first_part + index) * num_heads + head;
-    float* const target = num_parts == 1 ? out + i64(head) * kValueDim : part_out + part * kValueDim;
-    const float norm[2] = {reciprocal(total[0]), reciprocal(total[1])};
-    float result[2][2][2];  // head, tile, element
-#pragma unroll
-    for (int k = 0; k < kOwned; k++) {
-      const int tile = share * kOwned + k;
-      constexpr bool kPaired = kOwned % 2 == 0 && kTiles % 2 == 0 && kValueElements > 2;
-      if (kTiles % kOwned != 0 && tile >= kTiles) break;
-      float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll
-      for (int w = 0; w < kWarps; w++) {
-        const float4 x = sums[(w * kTiles + tile) * 32 + lane];
-        sum.x = fmaf(weight[w][0], x.x, sum.x), sum.y = fmaf(weight[w][1], x.y, sum.y);
-        sum.z = fmaf(weight[w][0], x.z, sum.z), sum.w = fmaf(weight[w][1], x.w, sum.w);
-      }
-      const float factor = values.decoder.factor(kValueElements > 2 ? (kOwned % 2 == 0 ? k : tile) : 0);
-      result[0][k % 2][0] = sum.x * (norm[0] * factor), result[0][k % 2][1] = sum.z * (norm[0] * factor);
-      result[1][k % 2][0] = sum.y * (norm[1] * factor), result[1][k % 2][1] = sum.w * (norm[1] * factor);
-      const int in_slot = tile % (kValueElements / 2) * 2, d = (tile / (kValueElements / 2) * 8 + g) * kValueElements + in_slot;
-#pragma unroll
-      for (int e = 0; e < 2; e++) {
-        if (2 * t + e >= heads) continue;
-        float* const row = target + (2 * t + e) * kValueDim;
-        if constexpr (kPaired) {
-          if (k % 2 == 1) *reinterpret_cast<float4*>(row + d - 2) = make_float4(result[e][0][0], result[e][0][1], result[e][1][0], result[e][1][1]);
-        } else {
-          *reinterpret_cast<float2*>(row + d) = make_float2(result[e][k % 2][0], result[e][k % 2][1]);
-        }
-      }
-    }
-    if (share == 0 && g == 0 && num_parts > 1) {
-#pragma unroll
-      for (int e = 0; e < 2; e++) {
-        if (2 * t + e < heads) part_lse[part + 2 * t + e] = softmax_lse(most[e] * kLn2, total[e]);
-      }
-    }
-    key_cells = next_keys, value_cells = next_values;
   }
   if constexpr (kFew) {
     if (num_parts > 1 && num_parts <= kMergeSums && first_part + num_pages == num_parts) {

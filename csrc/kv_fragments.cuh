@@ -19,18 +19,23 @@ constexpr bool kLooksUp = kSame<T, Turbo4> || kSame<T, Turbo3>;
 // Bytes of the tables of up to two types, side by side in rows of 256 bytes: [256 pairs of codes][type][32 lanes] halves of two elements.
 constexpr int kTableBytes = 256 * 256, kTableColumn = 128;
 
+// The magnitude that a code names by its lower bits.
+template <typename T, int kFirst = 0>
+__device__ __forceinline__ float magnitude(int index) {
+  constexpr float x = Book<T>::upper(kFirst);
+  if constexpr (kFirst + 1 == Book<T>::kUpper) {
+    return x;
+  } else {
+    return index == kFirst ? x : magnitude<T, kFirst + 1>(index);
+  }
+}
+
 // Writes one type's table; in use behind a barrier. table: its first column. Every warp of the block must call.
 template <typename T, int kThreads>
 __device__ __forceinline__ void make_table(u8* table) {
   const int lane = threadIdx.x % 32;
+  auto level_of = [](int code) { return (code & Book<T>::kUpper ? -1.0f : 1.0f) * magnitude<T>(code % Book<T>::kUpper); };
   for (int first = threadIdx.x / 32 * 32; first < 256; first += kThreads) {
-    auto level_of = [](int code) {
-      constexpr int kUpper = Book<T>::kUpper;
-      float x = Book<T>::upper(0);
-#pragma unroll
-      for (int i = 1; i < kUpper; i++) x = code % kUpper == i ? Book<T>::upper(i) : x;
-      return code & kUpper ? -x : x;
-    };
     const u32 mine = pack_half2(level_of((first + lane) & 15), level_of((first + lane) >> 4));
 #pragma unroll 4
     for (int i = 0; i < 32; i += 4) {  // four entries at a time, 8 lanes each

@@ -61,7 +61,9 @@ def test_turbo2_has_neighbours_in_the_two_halves_of_a_word(element: int, place: 
     assert LEVELS["turbo2"].tolist() == [-1.5, -0.5, 0.5, 1.5]
 
 
-@pytest.mark.parametrize("element,place,sign", [(0, 0, 0), (1, 4, 4), (7, 28, 28), (8, 2, 1), (15, 30, 29), (16, 0, 2), (25, 6, 7), (31, 30, 31)])
+@pytest.mark.parametrize(
+    "element,place,sign", [(0, 0, 0), (1, 4, 4), (7, 28, 28), (8, 2, 1), (15, 30, 29), (16, 0, 2), (25, 6, 7), (31, 30, 31)]
+)
 def test_turbo3_has_a_plane_of_magnitudes_and_one_of_signs(element: int, place: int, sign: int) -> None:
     first = [0, 0]
     first[element // 16] = 3 << place
@@ -81,7 +83,9 @@ def test_signs_lie_one_shift_from_their_magnitudes(rng: np.random.Generator) -> 
     low, high, plane = (int(w) for w in pack(codes, "turbo3"))
     for eight in range(4):
         four_bits = ((low, high)[eight // 2] >> 2 * (eight % 2) & 0x33333333) | (plane >> eight & 0x11111111) << 2
-        assert [four_bits >> 4 * e & 7 for e in range(8)] == [code - 4 if code > 3 else 7 - code for code in codes[8 * eight : 8 * eight + 8]]
+        assert [four_bits >> 4 * e & 7 for e in range(8)] == [
+            code - 4 if code > 3 else 7 - code for code in codes[8 * eight : 8 * eight + 8]
+        ]
 
 
 def test_levels_of_turbo3_are_one_byte_each() -> None:

@@ -16,9 +16,8 @@ from rollkv.backend import PageRun, PartStates, Projected
 from rollkv.config import DualChunk, LayerConfig, PageFormat, RopeConfig
 from rollkv.cuda.device import DeviceArray
 from rollkv.cuda.kernels import attn_decode_coded, attn_merge, prepare_step
-from rollkv.cuda.kernels.attn_decode import MERGED_WITHIN
+from rollkv.cuda.kernels.kv_format import MERGED_WITHIN
 from rollkv.cuda.nvrtc import ARCHS, KernelError
-from rollkv.kv_codes import rotate
 from rollkv.rope import bands
 from test_attention import FLOAT_ERROR, StepMemory, poisoned
 
@@ -89,7 +88,9 @@ def step(
         runs = cache.runs(pools, cuts, first_page)
         for first in range(0, len(runs), together):
             some = tuple(runs[first : first + together])
-            attn_decode_coded.attend_coded(cuda.launcher, position, some, layer, cache.page, scale, memory.parts, memory.out, num_sms=num_sms)
+            attn_decode_coded.attend_coded(
+                cuda.launcher, position, some, layer, cache.page, scale, memory.parts, memory.out, num_sms=num_sms
+            )
     for after, before in zip(pools, cache.pools, strict=True):
         np.testing.assert_array_equal(cuda.read(after), before)
     return memory.read()
@@ -150,7 +151,9 @@ def test_a_step_from_a_later_page_on(cuda: Any) -> None:
 
 
 @gpu
-@pytest.mark.parametrize(("key_type", "value_type", "cells"), [("q8_0", "turbo2", 9300), ("turbo4", "turbo4", 9300), ("turbo2", "turbo3", 2000)])
+@pytest.mark.parametrize(
+    ("key_type", "value_type", "cells"), [("q8_0", "turbo2", 9300), ("turbo4", "turbo4", 9300), ("turbo2", "turbo3", 2000)]
+)
 def test_where_pages_lie_changes_no_bit(cuda: Any, key_type: Any, value_type: Any, cells: int) -> None:
     page, layer = PageFormat(2, 128, 128, key_type, value_type, 256), make_layer(8, 2, 128, 128)
     q = np.random.default_rng([9, cells]).standard_normal((1, 8 * 128)).astype(np.float32)
@@ -217,7 +220,9 @@ def test_what_is_not_a_number_is_not_hidden(cuda: Any, key_type: Any, value_type
 
 
 @gpu
-@pytest.mark.parametrize(("key_type", "value_type", "cells"), [("turbo2", "turbo2", 700), ("turbo4", "q4_0", 9000), ("q8_0", "turbo3", 256)])
+@pytest.mark.parametrize(
+    ("key_type", "value_type", "cells"), [("turbo2", "turbo2", 700), ("turbo4", "q4_0", 9000), ("q8_0", "turbo3", 256)]
+)
 @pytest.mark.parametrize("recorded", [False, True])
 def test_what_the_kernel_before_writes_is_read_behind_it(cuda: Any, key_type: Any, value_type: Any, cells: int, recorded: bool) -> None:
     """prepare_step writes the queries and the newest cell, whose place holds another cell before, and attention begins while it runs."""

@@ -6,10 +6,9 @@ from typing import NamedTuple
 import numpy as np
 
 from rollkv.backend import PageRun, PartStates
-from rollkv.config import LayerConfig, PageFormat
+from rollkv.config import KvType, LayerConfig, PageFormat
 from rollkv.cuda.device import DeviceArray, Launcher, check_array
-from rollkv.cuda.kernels.attn_decode import MERGED_WITHIN
-from rollkv.cuda.kernels.kv_format import check_run, template_arguments
+from rollkv.cuda.kernels.kv_format import MERGED_WITHIN, check_run, template_arguments
 from rollkv.cuda.nvrtc import KernelError, KernelSpec
 from rollkv.kv_types import KV_TYPES, SCALE_BYTES
 from rollkv.rope import bands, query_bands
@@ -109,10 +108,11 @@ def spec(page: PageFormat, form: Form) -> KernelSpec:
 
 
 def instances() -> tuple[KernelSpec, ...]:
-    coded = [name for name, kind in KV_TYPES.items() if kind.coded]
+    coded: tuple[KvType, ...] = ("q8_0", "q4_0", "turbo4", "turbo3", "turbo2")
     pages = [PageFormat(8, 128, 128, name, name, 256, True, True) for name in (*coded, "f16")]
     pages += [PageFormat(8, dim, dim, name, name, 256) for name in coded for dim in (64, 256)]
-    pages += [PageFormat(8, 128, 128, *pair, 256) for pair in (("f16", "turbo3"), ("q8_0", "turbo4"), ("turbo4", "turbo3"), ("turbo2", "f16"))]
+    pairs: tuple[tuple[KvType, KvType], ...] = (("f16", "turbo3"), ("q8_0", "turbo4"), ("turbo4", "turbo3"), ("turbo2", "f16"))
+    pages += [PageFormat(8, 128, 128, *pair, 256) for pair in pairs]
     pages += [PageFormat(8, 80, 112, "turbo3", "turbo2", 64), PageFormat(8, 192, 48, "q8_0", "turbo3", 16)]
     return tuple(dict.fromkeys(spec(page, choose_form(page, 5, 1, parts, "sm_90a")) for page in pages for parts in (1, 32, 512)))
 
@@ -169,7 +169,17 @@ def attend_coded(
     seen_as = bands(layer.rope, page.page_cells, parts.first_page + num_parts - 1)
     form = form or choose_form(page, layer.group, num_bands, num_parts, launcher.arch)
     shape = launch_shape(page, layer.group, num_bands, num_pages, form, num_sms)
-    place = (run.num_slots, run.first_slot, run.num_pages, last.num_slots, last.first_slot, num_pages, run.first_page, first_part, num_parts)
+    place = (
+        run.num_slots,
+        run.first_slot,
+        run.num_pages,
+        last.num_slots,
+        last.first_slot,
+        num_pages,
+        run.first_page,
+        first_part,
+        num_parts,
+    )
     sizes = (seen_as.previous_page, seen_as.own_page, num_bands, layer.group, shape.heads, layer.sliding_window or 0)
     launcher.launch(
         spec(page, form),

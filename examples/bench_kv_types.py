@@ -18,9 +18,9 @@ from rollkv.backend import PageRun, PartStates, Projected, Stream
 from rollkv.config import LayerConfig, PageFormat, RopeConfig
 from rollkv.cuda.backend import CudaBackend
 from rollkv.cuda.kernels.add import add_bytes
-from rollkv.cuda.kernels.attn_decode import MERGED_WITHIN
 from rollkv.cuda.kernels.attn_decode_coded import Form, attend_coded, choose_form, shared_bytes
 from rollkv.cuda.kernels.attn_merge import merge_parts
+from rollkv.cuda.kernels.kv_format import MERGED_WITHIN
 
 KV_HEADS, PAGE_CELLS = 8, 256
 CALLS = 20  # in one graph, at least

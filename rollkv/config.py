@@ -148,6 +148,11 @@ class CacheConfig:
         return (self.key_type, self.value_type, *tail)
 
     @property
+    def recodes(self) -> bool:
+        """Whether cells change their type when they leave the window."""
+        return self.types[:2] != self.types[2:]
+
+    @property
     def lossy(self) -> bool:
         """Whether some cells are held in fewer than 16 bits."""
         return any(KV_TYPES[name].coded for name in self.types)

@@ -4,7 +4,7 @@ Rotation is a property of a layer: a turbo type in window or tail asks for it, a
 window beside a rotated tail too, so that partial states of both merge in one frame, and what leaves the window is coded as it lies there.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rollkv.config import CacheConfig, KvType, LayerConfig, ModelConfig, PageFormat
 from rollkv.errors import UsageError
@@ -68,9 +68,8 @@ def check_kv_types(config: ModelConfig, cache: CacheConfig) -> None:
     if not cache.lossy:
         if cache.kv_rotate or cache.protect_layers:
             option = "--kv-rotate" if cache.kv_rotate else f"--kv-protect {cache.protect_layers}"
-            raise UsageError(
-                f"{option} concerns types below 16 bits, and {kv_words(cache)} has none; leave it out, or give one of {_coded_names()}"
-            )
+            plain = kv_words(replace(cache, kv_rotate=False, protect_layers=0))
+            raise UsageError(f"{option} concerns types below 16 bits, and {plain} has none; leave it out, or give one of {_coded_names()}")
     elif 2 * cache.protect_layers >= config.num_layers:
         raise UsageError(
             f"--kv-protect {cache.protect_layers} leaves none of the {config.num_layers} layers in the types asked for; give less than {config.num_layers / 2:g}"
@@ -119,9 +118,8 @@ def _coded_names() -> str:
 def kv_words(cache: CacheConfig) -> str:
     """ "KV f16/f16", or "KV q8_0/turbo3 rotated, tail q4_0, first and last 2 layers f16 (lossy)": the types of keys and values as they are shown."""
     words = f"KV {cache.key_type}/{cache.value_type}{' rotated' if cache.kv_rotate else ''}"
-    tail = cache.tail_key_type or cache.key_type, cache.tail_value_type or cache.value_type
-    if tail != (cache.key_type, cache.value_type):
-        words += f", tail {tail[0] if tail[0] == tail[1] else '/'.join(tail)}"
+    if cache.recodes:
+        words += f", tail {'/'.join(dict.fromkeys(cache.types[2:]))}"
     if cache.protect_layers:
         words += f", first and last {cache.protect_layers} layers f16" if cache.protect_layers > 1 else ", first and last layer f16"
     return words + (" (lossy)" if cache.lossy else "")

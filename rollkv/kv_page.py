@@ -56,7 +56,8 @@ def reencode_cells(
 
 def _read(part: np.ndarray, page: PageFormat, name: str, dim: int) -> np.ndarray:
     if KV_TYPES[name].coded:
-        words, scales = (array.swapaxes(2, 3).reshape(page.num_kv_heads, page.page_cells, -1) for array in _coded(part, page, name, dim))
+        shape = page.num_kv_heads, page.page_cells, -1
+        words, scales = (array.swapaxes(2, 3).reshape(shape) for array in _coded(part, page, name, dim))
         return decode(words, scales, name, dim)
     rows = _plain(part, page, name, dim)
     return from_bf16_bits(rows) if name == "bf16" else rows

@@ -1,6 +1,7 @@
 """The engine allocates exactly the lines of its budget: on the host array by array, and over a double of the driver from what was reserved."""
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -53,21 +54,34 @@ CACHES = st.builds(
     ctx_size=st.integers(1, 20_000),
     page_cells=st.sampled_from([64, 256]),
     key_type=st.sampled_from(["f16", "f32"]),
-    value_type=st.sampled_from(["bf16", "f32"]),
+    value_type=st.sampled_from(["f16", "bf16", "f32"]),
     ubatch=st.sampled_from([1, 16, 17, 200, 4096]),
     residency=st.just("auto"),
     window_cells=st.one_of(st.none(), st.integers(1, 20_000)),
 )
 
 
+# Of heads of 16.
+KEPT: list[dict[str, Any]] = [
+    {"key_type": "turbo4", "value_type": "turbo2"},
+    {"key_type": "f16", "value_type": "turbo3", "tail_value_type": "turbo2"},
+    {"key_type": "f16", "value_type": "f16", "tail_key_type": "turbo4", "tail_value_type": "turbo3"},
+    {"key_type": "turbo4", "value_type": "turbo4", "tail_key_type": "turbo2", "tail_value_type": "turbo2"},
+]
+
+
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     model=st.sampled_from(["llama", "qwen3", "gemma3"]),
     cache=CACHES,
+    kept=st.one_of(st.just({}), st.sampled_from(KEPT)),
     share=st.one_of(st.none(), st.floats(0, 1)),
     rates=st.sampled_from([Bandwidths(2e9, 1e11), Bandwidths(5e10, 4e12)]),
 )
-def test_every_line_of_the_budget_is_allocated(model: str, cache: CacheConfig, share: float | None, rates: Bandwidths) -> None:
+def test_every_line_of_the_budget_is_allocated(
+    model: str, cache: CacheConfig, kept: dict[str, Any], share: float | None, rates: Bandwidths
+) -> None:
+    cache = replace(cache, **kept)
     with open_gguf(engines.FIXTURES / f"{model}.gguf") as file:
         config = model_config(file)
         resident = run_budget(config, file.tensors, cache, None, None, rates)
@@ -83,7 +97,7 @@ def test_every_line_of_the_budget_is_allocated(model: str, cache: CacheConfig, s
         weights = sum(weight_bytes(config, file.tensors).values())
     planned = dict(budget.device)
     scratch = linear_scratch(config, cache)
-    want = {name: size for name, size in planned.items() if name in ("staging ring", "fresh pages")}
+    want = {name: size for name, size in planned.items() if name in ("staging ring", "fresh pages", "outgoing pages")}
     want |= {name.removeprefix("workspace: "): size for name, size in planned.items() if name.startswith("workspace: ")}
     want = {name: size for name, size in want.items() if name not in scratch}
     if "resident window" in planned or "sliding-window rings" in planned:

@@ -97,18 +97,20 @@ def test_options_reach_the_engine(scripted, capsys):
     engine = scripted([5, 6])
     options = "--temp 0.5 --top-k 3 --top-p 0.9 --min-p 0.1 --repeat-penalty 1.2 --repeat-last 7 --seed 9".split()
     options += "--vram-target 2GiB --residency window --window 512 --ubatch 128 --cache-type-k bf16 --cache-type-v f32".split()
+    options += "--cache-type-tail-k q8_0 --cache-type-tail-v turbo3 --kv-rotate --kv-protect 2".split()
     options += "--backend cuda --device 2 --portable -n 2 -c 100 --ignore-eos".split()
     assert rollkv("generate", "-m", LLAMA, "--prompt-ids", "3, 4\n5", *options, "-o", "json") == 0
     sampling = engine.asked["sampling"]
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.5, 3, 0.9, 0.1)
     assert (sampling.repeat_penalty, sampling.repeat_last, sampling.seed) == (1.2, 7, 9)
     assert engine.asked["prompt_ids"] == [3, 4, 5] and engine.asked["num_tokens"] == 2 and engine.asked["stop_ids"] == frozenset()
-    assert engine.loaded["cache"] == CacheConfig(100, 256, "bf16", "f32", 128, "window", 512)
+    assert engine.loaded["cache"] == CacheConfig(100, 256, "bf16", "f32", 128, "window", 512, None, "q8_0", "turbo3", True, 2)
     assert (engine.loaded["vram_target"], engine.loaded["backend"], engine.loaded["device"]) == (2 << 30, "cuda", 2)
     assert engine.loaded["portable"] is True and engine.closed
     result = json.loads(capsys.readouterr().out)
     assert result["prompt_ids"] == [3, 4, 5] and result["ids"] == [5, 6] and result["stop_reason"] == "length"
     assert result["budget"]["device_bytes"] == {"weights": 1000} and result["statistics"]["generated_tokens"] == 2
+    assert (result["cache_type_k"], result["cache_type_tail_v"], result["kv_rotate"], result["kv_protect"]) == ("bf16", "turbo3", True, 2)
 
 
 def test_defaults(scripted, tokenizer):
@@ -240,6 +242,9 @@ def test_a_closed_pipe_is_no_error(scripted, monkeypatch, capsys):
         (["--prompt-ids", "1", "--ubatch", "0"], ["--ubatch"]),
         (["--prompt-ids", "1", "--cache-type-k", "q4_1"], ["--cache-type-k", "'q4_1'", "bf16"]),
         (["--prompt-ids", "1", "--cache-type-v", "f64"], ["--cache-type-v"]),
+        (["--prompt-ids", "1", "--cache-type-tail-k", "q5_0"], ["--cache-type-tail-k", "'q5_0'", "turbo2"]),
+        (["--prompt-ids", "1", "--cache-type-tail-v", "same"], ["--cache-type-tail-v", "'same'"]),
+        (["--prompt-ids", "1", "--kv-protect", "-1"], ["--kv-protect -1"]),
         (["--prompt-ids", "1", "--backend", "tpu"], ["'tpu'"]),
         (["--prompt-ids", "1", "--vram-target", "lots"], ["--vram-target", "'lots'"]),
         (["--prompt-ids", "1", "--vram-target", "0"], ["--vram-target"]),

@@ -14,6 +14,7 @@ PAGE = 16
 # Heads of 64; of 32 beside sliding windows; 80 is for groups of 16.
 MODELS = {"tiny": "synth:tiny:F16", "gemma3": "gemma3", "odd": "synth:tiny:F16,head_dim=80"}
 TOKENS = [(37 * index * index + 11 * index) % 500 for index in range(130)]
+PROMPT = 105
 
 TYPES: dict[str, dict[str, Any]] = {
     "q8_0": {"kv": "q8_0"},
@@ -28,11 +29,11 @@ TYPES: dict[str, dict[str, Any]] = {
 }
 
 
-def rows(engine: engines.Engine, prompt: int = 90) -> np.ndarray:
+def rows(engine: engines.Engine) -> np.ndarray:
     """Logits behind every token: a prefill, then one decode step each."""
     with engine:
-        made = [np.concatenate(list(engine.logit_rows(TOKENS[:prompt])))]
-        made += [engine.decode(token)[None] for token in TOKENS[prompt:]]
+        made = [np.concatenate(list(engine.logit_rows(TOKENS[:PROMPT])))]
+        made += [engine.decode(token)[None] for token in TOKENS[PROMPT:]]
     assert np.isfinite(made[0]).all() and np.isfinite(made[1]).all()
     return np.concatenate(made)
 
@@ -45,10 +46,9 @@ def engine(model: str, *, order: Literal["eager", "late"] = "eager", **options: 
 @pytest.mark.parametrize("types", TYPES)
 def test_every_window_gives_the_resident_bits(types: str) -> None:
     resident = rows(engine("tiny", **TYPES[types]))
-    for pages in (1, 2, 5):
-        for order in ("eager", "late"):
-            windowed = rows(engine("tiny", order=order, window=pages * PAGE, **TYPES[types]))  # type: ignore[arg-type]
-            np.testing.assert_array_equal(windowed, resident, err_msg=f"window of {pages} pages, {order}")
+    for pages, order in ((1, "eager"), (1, "late"), (2, "eager"), (5, "late")):
+        windowed = rows(engine("tiny", order=order, window=pages * PAGE, **TYPES[types]))  # type: ignore[arg-type]
+        np.testing.assert_array_equal(windowed, resident, err_msg=f"window of {pages} pages, {order}")
 
 
 @pytest.mark.parametrize("model", ["gemma3", "odd"])
@@ -98,7 +98,7 @@ TAILS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("types,limit", zip(TAILS, (0.01, 0.4, 0.4, 0.4, 0.01), strict=True))
+@pytest.mark.parametrize("types,limit", list(zip(TAILS, (0.01, 0.4, 0.4, 0.4, 0.01), strict=True)))
 def test_a_tail_of_its_own_type_is_close_to_the_window_alone(types: str, limit: float) -> None:
     """As close as such models are, which double the error of bf16 cells to 1e-3."""
     resident = rows(engine("tiny", **TAILS[types]))
@@ -134,15 +134,15 @@ def test_a_new_plan_changes_types() -> None:
     with engines.host_engine(MODELS["tiny"], plans[0], order="late") as run:
         for plan in (*plans, plans[0]):
             run.replan(plan)
-            made = np.concatenate([*run.logit_rows(TOKENS[:90]), *(run.decode(token)[None] for token in TOKENS[90:])])
+            made = np.concatenate([*run.logit_rows(TOKENS[:PROMPT]), *(run.decode(token)[None] for token in TOKENS[PROMPT:])])
             np.testing.assert_array_equal(made, rows(engines.host_engine(MODELS["tiny"], plan)))
 
 
 # -- races ---------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ring", [RingShape(1, 1), RingShape(2, 3), RingShape(4, 2)], ids=str)
-@pytest.mark.parametrize("window", [1, 2, 5])
+@pytest.mark.parametrize("ring", [RingShape(1, 1), RingShape(4, 2)], ids=str)
+@pytest.mark.parametrize("window", [1, 3])
 @pytest.mark.parametrize("ubatch", [16, 40, 160])
 @pytest.mark.parametrize("types", ["q4_0", "f16, tail turbo4"])
 def test_no_access_races(types: str, ubatch: int, window: int, ring: RingShape) -> None:
@@ -167,3 +167,13 @@ def test_the_detector_sees_outgoing_pages_used_too_early(monkeypatch: pytest.Mon
     with engine("tiny", backend=race_detector.RaceDetector(), window=PAGE, **TAILS["f16, tail q8_0"]) as run:
         with pytest.raises(AssertionError, match="COMPUTE overwrites a page that COPY_OUT may still be reading"):
             run.prefill(TOKENS)
+
+
+@pytest.mark.parametrize("types", ["turbo3", "f16, tail turbo4", "q8_0/f16, tail q4_0/turbo3"])
+def test_recorded_steps_give_the_ids_of_direct_ones(types: str) -> None:
+    found = []
+    for backend in (race_detector.Recording(), race_detector.RaceDetector()):
+        with engine("tiny", backend=backend, window=2 * PAGE, **(TYPES | TAILS)[types]) as run:
+            found.append([list(run.generate_ids(TOKENS[:53], 60)) for _ in range(2)])
+        assert isinstance(backend, race_detector.Recording) == (getattr(backend, "replays", 0) > 60)
+    assert found[0] == found[1] and found[0][0] == found[0][1]

@@ -351,7 +351,7 @@ def test_lists_of_one_and_the_same_are_refused(capsys: pytest.CaptureFixture[str
 def test_plan_names_it(capsys: pytest.CaptureFixture[str], no_gpu: None, hf: Callable[[object], Path]) -> None:
     assert rollkv_command("plan", "-m", MILLION) == 0
     out = capsys.readouterr()
-    assert out.out.startswith(f"{MILLION}, 1010000 cells, DCA 262144/8192\n") and out.err == ""
+    assert out.out.startswith(f"{MILLION}, 1010000 cells, KV f16/f16, DCA 262144/8192\n") and out.err == ""
     assert rollkv_command("plan", "-m", MILLION, "-c", 2_000_000) == 0
     out = capsys.readouterr()
     assert (
@@ -406,7 +406,7 @@ def test_needles_are_found_and_their_rows_say_how(capsys: pytest.CaptureFixture[
     for row in json.loads(capsys.readouterr().out)["rows"]:
         assert (row["outcome"], row["dca"], row["dca_chunk_cells"], row["dca_local_cells"]) == ("found", "on", 512, 256)
     assert rollkv_command(*run[:4], 600, "--depths", 0, "--backend", "host") == 0
-    assert "seed 0, DCA off, lengths in cells" in capsys.readouterr().out
+    assert "seed 0, KV f16/f16, DCA off, lengths in cells" in capsys.readouterr().out
 
 
 def test_logits_are_compared_on_with_off(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -457,7 +457,7 @@ def test_a_ladder_climbs_both_on_one_load(capsys: pytest.CaptureFixture[str], mo
 def test_both_stand_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
     assert rollkv_command(*LADDER, "--dca", "on,off", "--steps", 2) == 0
     text = capsys.readouterr().out
-    assert "synth:tiny, host, DCA 512/256 and DCA off: 300 cells before decode" in text
+    assert "synth:tiny, host, KV f16/f16, DCA 512/256 and DCA off: 300 cells before decode" in text
     table = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
     headers, rule, *lines = table[: next(index for index, line in enumerate(table[1:], 1) if line[1] == "resident")]
     assert headers == [

@@ -507,3 +507,61 @@ def test_a_reference_of_another_vocabulary_is_refused(capsys, tmp_path):
         assert f"top.npz: token id {wrong} in 'top1'" in capsys.readouterr().err
     (tmp_path / "top.npz").write_bytes(b"no zip at all")
     assert command("-m", FIXTURES / "llama.gguf", "--reference", tmp_path / "top.npz") == 4
+
+
+# -- types that lose something -------------------------------------------------------------------------------------------------
+
+
+def lossy(capsys: pytest.CaptureFixture[str], *options: object) -> tuple[int, str, str]:
+    code = boundary.main(["logit-equiv", "-m", "synth:tiny:F16", "--backend", "host", "--tokens", "600", *map(str, options)])
+    return code, *capsys.readouterr()
+
+
+def test_lossy_types_are_reported_and_not_judged(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = lossy(
+        capsys, "--cache-type-k", "f16,q8_0,bf16", "--cache-type-v", "f16,turbo3,f16", "--windows", "1page", "-o", "json"
+    )
+    rows = json.loads(out)["rows"]
+    assert code == 1 and "KV bf16/f16: " in err and "turbo3" not in err, "bf16 is judged as ever"
+    assert [(row["candidate"], row["judged"]) for row in rows[0::2]] == [("window 1page (1 of 3 pages)", True), ("KV bf16/f16", True)]
+    coded = rows[1]
+    assert (coded["candidate"], coded["judged"], coded["passed"], coded["limit_max_kld"]) == ("KV q8_0/turbo3 (lossy)", False, True, None)
+    assert (coded["cache_type_k"], coded["cache_type_v"], coded["kv_rotate"]) == ("q8_0", "turbo3", False) and coded["nmse"] > 1e-3
+
+
+def test_limits_that_are_given_judge_lossy_types(capsys: pytest.CaptureFixture[str]) -> None:
+    pair = ("--cache-type-k", "f16,q4_0", "--cache-type-v", "f16", "--kv-rotate", "--kv-protect", 1)
+    code, out, err = lossy(capsys, *pair, "--max-nmse", 1e-6)
+    assert code == 1 and "KV q4_0/f16 rotated, first and last layer f16 (lossy): NMSE" in err and "FAILED" in out
+    code, out, err = lossy(capsys, *pair)
+    assert code == 0 and "not judged" in out and "verdict: none: 1 lossy ones are not judged without --max-kld" in out
+
+
+def test_windows_of_lossy_types_are_equal_to_the_resident_run(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = lossy(capsys, "--cache-type-k", "turbo4", "--cache-type-v", "q8_0", "--windows", "50%,1page")
+    assert code == 0 and "reference: resident, KV turbo4/q8_0 (lossy), host backend" in out
+    assert out.count("600/600") == 2 and "verdict: equivalent: 2 of 2" in out
+
+
+def test_types_of_the_tail_are_those_of_windows(capsys: pytest.CaptureFixture[str]) -> None:
+    tail = ("--cache-type-tail-k", "q8_0", "--cache-type-tail-v", "turbo4")
+    code, out, _ = lossy(capsys, *tail, "--windows", "1page")
+    assert code == 0 and "reference: resident, KV f16/f16, host backend" in out
+    assert "window 1page (1 of 3 pages), KV f16/f16, tail q8_0/turbo4 (lossy)" in out and "verdict: none: 1 lossy" in out
+    code, out, _ = lossy(capsys, *tail, "--cache-type-k", "f16,q8_0", "--cache-type-v", "f16", "-o", "json")
+    labels = [row["candidate"] for row in json.loads(out)["rows"]]
+    assert labels[-1] == "KV q8_0/f16 (lossy)" and sum("tail q8_0/turbo4" in label for label in labels) == 3, "the windows of old"
+
+
+@pytest.mark.parametrize(
+    "options,words",
+    [
+        (("--kv-rotate",), "--kv-rotate concerns types below 16 bits, and KV f16/f16 has none"),
+        (("--cache-type-k", "f16,q8_0", "--cache-type-v", "f32"), "cells of q8_0 and of f32 do not go together"),
+        (("--cache-type-k", "q4_0", "--cache-type-tail-k", "q8_0"), "a window of q4_0 can only be held in fewer bits"),
+        (("--cache-type-k", "f16,q5_0"), "'q5_0' is not known"),
+    ],
+)
+def test_types_that_cannot_be_had_are_refused(capsys: pytest.CaptureFixture[str], options: tuple[str, ...], words: str) -> None:
+    code, out, err = lossy(capsys, *options)
+    assert code == 2 and out == "" and words in err and err.count("\n") == 1

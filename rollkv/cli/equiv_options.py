@@ -54,9 +54,9 @@ def text_ids(model: "TextModel", text: Path | None, tokens: str | None, save: Pa
 def spec_lists(
     configs: "Sequence[ModelConfig]", cache: "CacheConfig", keys: str, values: str, backends: str, device: int
 ) -> "tuple[RunSpec, tuple[RunSpec, ...]]":
-    """The reference's configuration, and the candidates that the further entries of the lists name. cache: of one run, in other types."""
+    """The reference's configuration, and the candidates that the further entries of the lists name. cache: what was asked for beside their types."""
     from rollkv.counts import split_list
-    from rollkv.tasks.equiv_specs import RunSpec, other_specs
+    from rollkv.tasks.equiv_specs import RunSpec, in_types, other_specs
     from rollkv.tasks.generate import cache_config
 
     key_types, value_types = split_list(keys, "--cache-type-k"), split_list(values, "--cache-type-v")
@@ -65,9 +65,19 @@ def spec_lists(
         check_machine(name, device)
     for key, value in zip_longest(key_types, value_types, fillvalue="f16"):
         cache_config(cache.ctx_size, cache_type_k=key, cache_type_v=value)  # refuses unknown names
-    cache = replace(cache, residency="full", key_type=key_types[0], value_type=value_types[0])  # type: ignore[arg-type]
-    first = RunSpec("resident", cache, names[0], config=configs[0])  # type: ignore[arg-type]
-    return first, other_specs(first, key_types, value_types, names, configs)
+    first = RunSpec("resident", in_types(replace(cache, residency="full"), key_types[0], value_types[0]), names[0], config=configs[0])  # type: ignore[arg-type]
+    return first, other_specs(first, key_types, value_types, names, configs, cache)
+
+
+def check_types(config: "ModelConfig", asked: "CacheConfig", specs: "Sequence[RunSpec]") -> None:
+    """Raises UsageError for types that one of them cannot have, and for rotation or protection that none of them has."""
+    from rollkv.kv_formats import check_kv_types
+
+    if not any(spec.cache.lossy for spec in specs):
+        kept = {"kv_rotate": asked.kv_rotate, "protect_layers": asked.protect_layers}
+        check_kv_types(config, replace(specs[0].cache, **kept))  # type: ignore[arg-type]
+    for spec in specs:
+        check_kv_types(config, spec.cache)
 
 
 def check_numbers(noise: float | None, max_kld: float | None, max_nmse: float | None, min_top1: float | None) -> None:

@@ -44,6 +44,10 @@ def generate(
     ubatch: options.FittingUbatch = None,
     cache_type_k: options.CacheTypeK = "f16",
     cache_type_v: options.CacheTypeV = "f16",
+    cache_type_tail_k: options.CacheTypeTailK = None,
+    cache_type_tail_v: options.CacheTypeTailV = None,
+    kv_rotate: options.KvRotate = False,
+    kv_protect: options.KvProtect = 0,
     dca: options.Dca = "auto",
     dca_chunk: options.DcaChunk = None,
     dca_local: options.DcaLocal = None,
@@ -70,6 +74,7 @@ def generate(
     phases = Phases()
 
     from rollkv import report
+    from rollkv.kv_formats import kv_words
     from rollkv.models import default_model
     from rollkv.startup import load
     from rollkv.tasks import generate as task
@@ -88,6 +93,10 @@ def generate(
         ubatch=ubatch,
         cache_type_k=cache_type_k,
         cache_type_v=cache_type_v,
+        cache_type_tail_k=cache_type_tail_k,
+        cache_type_tail_v=cache_type_tail_v,
+        kv_rotate=kv_rotate,
+        kv_protect=kv_protect,
     )
     config = positions.positioned(opened.config, cache, dca, dca_chunk, dca_local, rope_original_ctx, hf_config)
     opened = replace(opened, config=config)
@@ -111,7 +120,7 @@ def generate(
         )
     with engine, making, report.PhaseProgress("prompt") as progress:
         if verbose:
-            report.note(f"{engine.backend_name} backend\n{report.budget_table(engine.budget)}")
+            report.note(f"{engine.backend_name} backend, {kv_words(engine.cache_config)}\n{report.budget_table(engine.budget)}")
             report.note(report.prediction_line(engine.budget))
             _describe_link(engine)
             report.note(report.ring_line(engine.budget))
@@ -145,6 +154,7 @@ def _stream(engine: "Engine", model: "TextModel", generation: "Generation", as_j
 
 def _result(engine: "Engine", model: "TextModel", generation: "Generation") -> dict[str, object]:
     from rollkv import dual_chunk, report
+    from rollkv.tasks import record
 
     result: dict[str, object] = {
         "model": str(model.path),
@@ -155,6 +165,7 @@ def _result(engine: "Engine", model: "TextModel", generation: "Generation") -> d
         "stop_reason": generation.stop_reason,
         "stop_string": generation.stop_string,
         "ctx_size": engine.cache_config.ctx_size,
+        **record.kv_facts(engine.cache_config),
         **dual_chunk.facts(model.config),
         "budget": engine.budget.as_dict(),
         "statistics": report.statistics_object(engine.stats),

@@ -70,6 +70,10 @@ def ladder(
     ubatch: options.Ubatch = DEFAULT_UBATCH,
     cache_type_k: options.CacheTypeK = "f16",
     cache_type_v: options.CacheTypeV = "f16",
+    cache_type_tail_k: options.CacheTypeTailK = None,
+    cache_type_tail_v: options.CacheTypeTailV = None,
+    kv_rotate: options.KvRotate = False,
+    kv_protect: options.KvProtect = 0,
     dca: options.DcaList = "auto",
     dca_chunk: options.DcaChunk = None,
     dca_local: options.DcaLocal = None,
@@ -95,6 +99,7 @@ def ladder(
     from rollkv import plots, report
     from rollkv.counts import parse_depths, split_list
     from rollkv.dual_chunk import short_words
+    from rollkv.kv_formats import check_kv_types
     from rollkv.models import default_model
     from rollkv.tasks import generate as task
     from rollkv.tasks.ceilings import ceilings
@@ -109,13 +114,21 @@ def ladder(
     found_peer = None if peer is None else find_peer(peer, opened.path, device)
     caches = {
         one: task.cache_config(
-            context_size(one, n_predict, num_prompt), ubatch=ubatch, cache_type_k=cache_type_k, cache_type_v=cache_type_v
+            context_size(one, n_predict, num_prompt),
+            ubatch=ubatch,
+            cache_type_k=cache_type_k,
+            cache_type_v=cache_type_v,
+            cache_type_tail_k=cache_type_tail_k,
+            cache_type_tail_v=cache_type_tail_v,
+            kv_rotate=kv_rotate,
+            kv_protect=kv_protect,
         )
         for one in cells
     }
     modes = split_list(dca, "--dca")
     configs = positions.variants(opened.config, caches[max(cells)], modes, dca_chunk, dca_local, rope_original_ctx, hf_config)
     opened = replace(opened, config=configs[0])
+    check_kv_types(opened.config, caches[cells[0]])
     if num_prompt is None:
         tail_page_bytes(opened.config, caches[cells[0]])  # refuses a model without a tail
         rungs, num_placed = one_depth(opened.config, caches[cells[0]], cells[0], vram_target, tail, steps)

@@ -32,6 +32,7 @@ def finish(
     """Prints, then draws. bounds: ceilings by depth; found: in the order of the runs; cut_short: what ended them early. Raises it, CheckFailed
     and, when no rung ran though all were tried, OutOfMemoryError."""
     from rollkv import dual_chunk
+    from rollkv.kv_formats import kv_words
     from rollkv.tasks import record
     from rollkv.tasks.ladder import RungResult
     from rollkv.tasks.ladder_rows import summarise
@@ -51,7 +52,9 @@ def finish(
     if output == "csv":
         text = _csv(rows)
     else:
-        text = ladder_text.page(model, rows, deepest, climb.variants, summaries) + (f"\ncut short: {cut_short}\n" if cut_short else "")
+        text = ladder_text.page(model, kv_words(climb.rungs[0].cache), rows, deepest, climb.variants, summaries) + (
+            f"\ncut short: {cut_short}\n" if cut_short else ""
+        )
     last: list[dict[str, Any]] = []
     if output == "jsonl":
         shared = deepest.as_dict() | {"interrupted": isinstance(cut_short, Interrupted)}
@@ -75,6 +78,7 @@ def _draw(
     """Nothing is drawn where no rung ran."""
     from rollkv import ladder_plot
     from rollkv.dual_chunk import short_words
+    from rollkv.kv_formats import kv_words
 
     ran = [row for row in rows if row["line"] == "rung" and row["outcome"] == "ran"]
     if not ran:
@@ -85,7 +89,9 @@ def _draw(
     ]
     cells = f"{ran[0]['depth']} {'random ' if climb.fill == 'random' else ''}cells"
     verdicts = [f"{variant}: " * bool(variant) + summary.verdict.words for variant, summary in summaries.items()]
-    ladder_plot.draw(series, bounds.roofline, path, "\n".join((f"{model.path.name}, {cells} before decode", *verdicts)))
+    ladder_plot.draw(
+        series, bounds.roofline, path, "\n".join((f"{model.path.name}, {kv_words(climb.rungs[0].cache)}, {cells} before decode", *verdicts))
+    )
 
 
 def _rows(

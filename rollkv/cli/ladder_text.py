@@ -16,13 +16,18 @@ Row = Mapping[str, Any]
 
 
 def page(
-    model: "TextModel", rows: Sequence[Row], bounds: "Ceilings", variants: "Mapping[str, ModelConfig]", summaries: "Mapping[str, Summary]"
+    model: "TextModel",
+    kv: str,
+    rows: Sequence[Row],
+    bounds: "Ceilings",
+    variants: "Mapping[str, ModelConfig]",
+    summaries: "Mapping[str, Summary]",
 ) -> str:
-    """Title, ceilings, the table that compares the variants if there are several, and for each of them its rungs and fits. rows: those of row_dict,
+    """Title with the cache types in words, ceilings, the table that compares the variants if there are several, and for each of them its rungs and fits. rows: those of row_dict,
     peer_row and record. summaries: by variant, for rungs at one depth; none: lines of depths, beside the ceilings at the largest."""
     from rollkv.dual_chunk import short_words
 
-    words = " and ".join(map(short_words, variants.values()))
+    words = f"{kv}, {' and '.join(map(short_words, variants.values()))}"
     depths = dict.fromkeys(row["depth"] for row in rows)
     if not rows:
         title = f"{model.path.name}, {words}"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rollkv.cli import options, positions, results
-from rollkv.cli.equiv_options import check_numbers, sizes, spec_lists, stored_reference, text_ids
+from rollkv.cli.equiv_options import check_numbers, check_types, sizes, spec_lists, stored_reference, text_ids
 from rollkv.config import DEFAULT_UBATCH
 from rollkv.errors import RollkvError, UsageError
 from rollkv.whole_file import check_place
@@ -33,10 +33,12 @@ def logit_equiv(
         typer.Option(metavar="LIST", help="Resident windows to compare: percent of the pages, Npages, or cells. [100%,50%,25%,1page]"),
     ] = None,
     vram_target: Annotated[str | None, typer.Option(metavar="LIST", help="Caps to compare, such as 6GiB,4GiB.")] = None,
-    cache_type_k: Annotated[
-        str, typer.Option(metavar="LIST", help="Type of the keys; further entries are compared with the first.")
-    ] = "f16",
-    cache_type_v: Annotated[str, typer.Option(metavar="LIST", help="Type of the values, in pairs with the keys', or one for all.")] = "f16",
+    cache_type_k: options.CacheTypeKList = "f16",
+    cache_type_v: options.CacheTypeVList = "f16",
+    cache_type_tail_k: options.CacheTypeTailK = None,
+    cache_type_tail_v: options.CacheTypeTailV = None,
+    kv_rotate: options.KvRotate = False,
+    kv_protect: options.KvProtect = 0,
     backend: Annotated[str, typer.Option(metavar="LIST", help="auto, cuda or host; further entries are compared with the first.")] = "auto",
     reference: Annotated[Path | None, typer.Option(help="Compare with the logits in this .npz instead of a resident run.")] = None,
     save: Annotated[Path | None, typer.Option(help="Keep the reference's logits in this .npz.")] = None,
@@ -56,7 +58,8 @@ def logit_equiv(
     output: Annotated[str, typer.Option("-o", "--output", metavar="text|json|jsonl", help="Form of the result on stdout.")] = "text",
 ) -> None:
     """Compare the logits behind every token of a text: a resident run is the reference, other windows, caps, KV types and backends are the
-    candidates. Windows and caps must be bit-equal; other candidates keep stated limits. Any limit given replaces these. Exit code 1 when one is not kept."""
+    candidates. Windows and caps must be bit-equal; other candidates keep stated limits, but where types below 16 bits lose something, only those that
+    are given. Any limit given replaces the others. Exit code 1 when one is not kept."""
     options.check_form(output, results.FORMS)
     if reference is not None and (save is not None or text is not None or tokens is not None):
         raise UsageError("--reference brings its own tokens and logits; leave out --text, --tokens and --save")
@@ -78,12 +81,21 @@ def logit_equiv(
     if not 0 <= decode <= len(ids):
         raise UsageError(f"--decode {decode}: the text has {len(ids)} tokens; give a number from 0 to {len(ids)}")
     modes = split_list(dca, "--dca")
-    cache = task.cache_config(len(ids), ubatch=ubatch)
+    cache = task.cache_config(
+        len(ids),
+        ubatch=ubatch,
+        cache_type_tail_k=cache_type_tail_k,
+        cache_type_tail_v=cache_type_tail_v,
+        kv_rotate=kv_rotate,
+        kv_protect=kv_protect,
+    )
     configs = positions.variants(opened.config, cache, modes, dca_chunk, dca_local, rope_original_ctx, hf_config)
     opened = replace(opened, config=configs[0])
     first, others = spec_lists(configs, cache, cache_type_k, cache_type_v, backend, device)
     caps = sizes(vram_target)
-    specs = equiv.candidate_specs(first, windows, caps, others, own_reference=stored is None)
+    spilling = equiv.spilling_spec(first, cache)
+    specs = equiv.candidate_specs(first, windows, caps, others, own_reference=stored is None, spilling=spilling)
+    check_types(opened.config, cache, (first, *specs))
     given = Limits(bit_equal, max_kld, max_nmse, min_top1)
     asked = None if given == Limits() else given
     _run(opened, ids, decode, first, specs, stored, save, asked, DEFAULT_NOISE if noise is None else noise, device, portable, output)
@@ -105,6 +117,7 @@ def _run(
 ) -> None:
     from rollkv import report
     from rollkv.engine import Engine
+    from rollkv.kv_formats import kv_words
     from rollkv.logit_file import logits_bytes
     from rollkv.startup import load
     from rollkv.tasks import logit_equiv as equiv
@@ -158,8 +171,7 @@ def _run(
         compared, cut_short = results.collect(rows)  # loads and runs the candidates, one after the other
         if cut_short is not None and not compared:
             raise cut_short
-        kv, used = f"KV {first.cache.key_type}/{first.cache.value_type}", "".join(machines)
-        against = str(stored.path) if stored else f"{first.label}, {kv}, {used} backend"
+        against = str(stored.path) if stored else f"{first.label}, {kv_words(first.cache)}, {''.join(machines)} backend"
         _print(model, compared, {"num_tokens": len(ids), "decode_tokens": num_decode, "reference": against}, output, cut_short)
 
 
@@ -168,11 +180,22 @@ def _print(model: "TextModel", rows: "list[EquivRow]", shared: dict[str, Any], o
 
     failed = [f"{row.spec.label}: {'; '.join(row.broken)}" for row in rows if not row.passed]
     failure = "not equivalent: " + " | ".join(failed) if failed else None
-    kept = f"{len(rows)} of {len(rows)} candidates keep their limits{_part_seen(rows, shared)}"
-    verdict = failure or (f"equivalent: {kept}" if cut_short is None else f"none, cut short: {kept} so far")
+    verdict = failure or _verdict(rows, _part_seen(rows, shared), cut_short is None)
     source = record.source_facts("logit-equiv") | record.model_facts(model.path).as_dict() | {"utc_time": record.utc_time()}
     records = [source | shared | _asked(row.spec) | row.machine | row.as_dict() for row in rows]
     results.finish(output, f"{_text(model, rows, shared)}\nverdict: {verdict}\n", records, {}, failure, cut_short)
+
+
+def _verdict(rows: "list[EquivRow]", part_seen: str, complete: bool) -> str:
+    """Where no limit was broken."""
+    judged = sum(row.judged for row in rows)
+    kept = f"{judged} of {judged} candidates keep their limits{part_seen}"
+    if judged < len(rows):
+        lossy = f"{len(rows) - judged} lossy ones are not judged without --max-kld, --max-nmse or --min-top1"
+        kept = f"{kept}; {lossy}" if judged else f"{lossy}{part_seen}"
+    if not complete:
+        return f"none, cut short: {kept} so far"
+    return f"equivalent: {kept}" if judged else f"none: {kept}"
 
 
 def _asked(spec: "RunSpec") -> dict[str, object]:
@@ -215,7 +238,7 @@ def _line(row: "EquivRow") -> tuple[str, ...]:
         *(f"{value:.2g}" for value in figures),
         f"{100 * found.full_agreement:.2f} %",
         f"{100 * found.real_frac:.2f} %",
-        "ok" if row.passed else "FAILED",
+        ("ok" if row.judged else "not judged") if row.passed else "FAILED",
     )
 
 

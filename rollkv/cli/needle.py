@@ -52,6 +52,10 @@ def needle(
     ubatch: options.Ubatch = DEFAULT_UBATCH,
     cache_type_k: options.CacheTypeK = "f16",
     cache_type_v: options.CacheTypeV = "f16",
+    cache_type_tail_k: options.CacheTypeTailK = None,
+    cache_type_tail_v: options.CacheTypeTailV = None,
+    kv_rotate: options.KvRotate = False,
+    kv_protect: options.KvProtect = 0,
     dca: options.Dca = "auto",
     dca_chunk: options.DcaChunk = None,
     dca_local: options.DcaLocal = None,
@@ -75,6 +79,7 @@ def needle(
     from rollkv.counts import parse_counts, parse_percentages
     from rollkv.dual_chunk import short_words
     from rollkv.engine import Engine
+    from rollkv.kv_formats import check_kv_types, kv_words
     from rollkv.models import default_model
     from rollkv.startup import load
     from rollkv.tasks import generate as task
@@ -97,9 +102,14 @@ def needle(
         ubatch=ubatch,
         cache_type_k=cache_type_k,
         cache_type_v=cache_type_v,
+        cache_type_tail_k=cache_type_tail_k,
+        cache_type_tail_v=cache_type_tail_v,
+        kv_rotate=kv_rotate,
+        kv_protect=kv_protect,
     )
     config = positions.positioned(opened.config, cache, dca, dca_chunk, dca_local, rope_original_ctx, hf_config)
     opened = replace(opened, config=config)
+    check_kv_types(config, cache)
 
     def open_engine() -> Engine:
         with report.bytes_progress("loading") as loading:
@@ -116,7 +126,7 @@ def needle(
                 on_tail=making,
             )
         if verbose:
-            report.note(f"{engine.backend_name} backend\n{report.budget_table(engine.budget)}")
+            report.note(f"{engine.backend_name} backend, {kv_words(cache)}\n{report.budget_table(engine.budget)}")
         return engine
 
     with report.bytes_progress("making the tail") as making:
@@ -124,9 +134,9 @@ def needle(
 
     def draw() -> None:
         if plot is not None:
-            plots.needle_grid(rows, plot, f"{opened.path.name}, {style}, {short_words(opened.config)}")
+            plots.needle_grid(rows, plot, f"{opened.path.name}, {style}, {kv_words(cache)}, {short_words(opened.config)}")
 
-    _finish(opened, rows, output, cut_short, draw)
+    _finish(opened, kv_words(cache), rows, output, cut_short, draw)
 
 
 def _run(
@@ -190,7 +200,7 @@ def _identity(model: "TextModel", request: "NeedleRequest", cache: "CacheConfig"
 
 
 def _finish(
-    model: "TextModel", rows: list[Mapping[str, Any]], output: str, cut_short: RollkvError | None, draw: Callable[[], None]
+    model: "TextModel", kv: str, rows: list[Mapping[str, Any]], output: str, cut_short: RollkvError | None, draw: Callable[[], None]
 ) -> None:
     from rollkv import report
     from rollkv.dual_chunk import short_words
@@ -201,7 +211,7 @@ def _finish(
     first = rows[0]
     text = "\n".join(
         (
-            f"{model.path.name}, {first['style']} style, seed {first['seed']}, {short_words(model.config)}, lengths in cells\n",
+            f"{model.path.name}, {first['style']} style, seed {first['seed']}, {kv}, {short_words(model.config)}, lengths in cells\n",
             report.table(lines, headers, ("right", *["left"] * (len(headers) - 1))),
             *(["* in the streamed tail, at least in part"] if any(row["place"] in ("tail", "both") for row in rows) else []),
             f"\n{shown}",

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from rollkv.errors import RollkvError, UsageError
+from rollkv.kv_types import KV_TYPES
 
 Model = Annotated[
     Path | None, typer.Option("-m", "--model", help="GGUF file; of a shard set any shard. Default: the small model of 'make demo'.")
@@ -41,8 +42,21 @@ Ubatch = Annotated[int, typer.Option(metavar="TOKENS", help="Prompt tokens in on
 FittingUbatch = Annotated[
     int | None, typer.Option("--ubatch", metavar="TOKENS", help="Prompt tokens in one pass. Default: 4096, or less where memory is short.")
 ]
-CacheTypeK = Annotated[str, typer.Option(metavar="f16|bf16|f32", help="Type of the cached keys.")]
-CacheTypeV = Annotated[str, typer.Option(metavar="f16|bf16|f32", help="Type of the cached values.")]
+_TYPES = "|".join(KV_TYPES)
+CacheTypeK = Annotated[str, typer.Option(metavar=_TYPES, help="Type of the cached keys. Below 16 bits something is lost.")]
+CacheTypeV = Annotated[str, typer.Option(metavar=_TYPES, help="Type of the cached values.")]
+CacheTypeKList = Annotated[
+    str, typer.Option("--cache-type-k", metavar="LIST", help=f"Type of the keys, of {_TYPES}; further entries are compared with the first.")
+]
+CacheTypeVList = Annotated[
+    str, typer.Option("--cache-type-v", metavar="LIST", help="Type of the values, in pairs with the keys', or one for all.")
+]
+CacheTypeTailK = Annotated[
+    str | None, typer.Option(metavar="TYPE", help="Narrower type of the keys that have left the window. Default: as in it.")
+]
+CacheTypeTailV = Annotated[str | None, typer.Option(metavar="TYPE", help="Narrower type of the values that have left the window.")]
+KvRotate = Annotated[bool, typer.Option("--kv-rotate", help="Rotate q8_0 and q4_0 too, as turbo types are, so that outliers are spread.")]
+KvProtect = Annotated[int, typer.Option(metavar="N", help="Keep the first and the last N layers in f16 where others have fewer bits.")]
 Dca = Annotated[
     str, typer.Option("--dca", metavar="auto|on|off", help="Dual chunk attention: as the file or --hf-config declares it, on, or off.")
 ]

@@ -16,6 +16,10 @@ def plan(
     ubatch: options.FittingUbatch = None,
     cache_type_k: options.CacheTypeK = "f16",
     cache_type_v: options.CacheTypeV = "f16",
+    cache_type_tail_k: options.CacheTypeTailK = None,
+    cache_type_tail_v: options.CacheTypeTailV = None,
+    kv_rotate: options.KvRotate = False,
+    kv_protect: options.KvProtect = 0,
     dca: options.Dca = "auto",
     dca_chunk: options.DcaChunk = None,
     dca_local: options.DcaLocal = None,
@@ -37,6 +41,7 @@ def plan(
     given = options.link_option(link_gbps)
 
     from rollkv import dual_chunk, report
+    from rollkv.kv_formats import kv_words
     from rollkv.model_config import model_config
     from rollkv.models import default_model
     from rollkv.startup import check_length
@@ -44,6 +49,7 @@ def plan(
     from rollkv.synth import open_model
     from rollkv.tasks.ceilings import known_rates
     from rollkv.tasks.generate import cache_config
+    from rollkv.tasks.record import kv_facts
     from rollkv.ubatch import shrunk_words
 
     path = model or default_model()
@@ -56,6 +62,10 @@ def plan(
         ubatch=ubatch,
         cache_type_k=cache_type_k,
         cache_type_v=cache_type_v,
+        cache_type_tail_k=cache_type_tail_k,
+        cache_type_tail_v=cache_type_tail_v,
+        kv_rotate=kv_rotate,
+        kv_protect=kv_protect,
     )
     config = positions.positioned(config, cache, dca, dca_chunk, dca_local, rope_original_ctx, hf_config)
     check_length(config, cache.ctx_size, path, report.warn)
@@ -66,10 +76,10 @@ def plan(
     if (words := shrunk_words(cache, config, budget)) is not None:
         report.warn(words)
     if as_json:
-        facts = {"model": str(path), "ctx_size": cache.ctx_size, **dual_chunk.facts(config)}
+        facts = {"model": str(path), "ctx_size": cache.ctx_size, **kv_facts(cache), **dual_chunk.facts(config)}
         report.write_json({**facts, "budget": budget.as_dict(), **link.as_dict()})
     else:
-        heading = f"{path}, {cache.ctx_size} cells, {dual_chunk.short_words(config)}"
+        heading = f"{path}, {cache.ctx_size} cells, {kv_words(cache)}, {dual_chunk.short_words(config)}"
         report.write_text(f"{heading}\n{report.budget_table(budget)}\n{report.prediction_line(budget)}\n")
     if verbose:
         report.note(report.link_line(rates, link))

@@ -8,6 +8,7 @@ from rollkv.config import CacheConfig, ModelConfig
 from rollkv.counts import parse_count, parse_percentage, split_list
 from rollkv.dual_chunk import short_words
 from rollkv.errors import UsageError
+from rollkv.kv_formats import kv_words
 from rollkv.metrics import Limits
 from rollkv.pages import pages_for
 from rollkv.startup import BackendName
@@ -20,13 +21,15 @@ DEFAULT_LIMITS = Limits(max_kld=1e-3, max_nmse=1e-3, min_top1=0.98)
 
 @dataclass(frozen=True)
 class RunSpec:
-    """One configuration. same_sums: it computes exactly what the reference computes, so that its bits must be equal."""
+    """One configuration. same_sums: it computes exactly what the reference computes, so that its bits must be equal. judged: where no limits are given, it
+    must keep ours; not so where cells are held in fewer bits than the reference's, or in more."""
 
     label: str
     cache: CacheConfig
     backend: BackendName
     vram_target: int | None = None  # bytes
     same_sums: bool = True
+    judged: bool = True
     config: ModelConfig | None = None  # the model, with the rotations that were asked for; None: as its file declares
 
 
@@ -46,43 +49,85 @@ def window_specs(text: str, reference: RunSpec) -> tuple[RunSpec, ...]:
             raise UsageError(f"--windows {word}: a window holds at least one page; write 1page or more")
         pages = min(pages, total)
         windowed = replace(cache, residency="window", window_cells=pages * cache.page_cells)
-        specs.setdefault(pages, replace(reference, label=f"window {word} ({pages} of {total} pages)", cache=windowed))
+        label = f"window {word} ({pages} of {total} pages){_types_of_tail(cache)}"
+        specs.setdefault(pages, replace(reference, label=label, cache=windowed))
     return tuple(specs.values())
 
 
+def _types_of_tail(cache: CacheConfig) -> str:
+    return f", {kv_words(cache)}" if cache.recodes else ""
+
+
+def in_types(asked: CacheConfig, key: str, value: str, *, tail: bool = False) -> CacheConfig:
+    """What was asked for in other types, with those of the tail or without; rotation and protection where they concern any of them."""
+    tails = (asked.tail_key_type, asked.tail_value_type) if tail else (None, None)
+    cache = replace(asked, key_type=key, value_type=value, tail_key_type=tails[0], tail_value_type=tails[1])  # type: ignore[arg-type]
+    return cache if cache.lossy else replace(cache, kv_rotate=False, protect_layers=0)
+
+
+def spilling_spec(reference: RunSpec, asked: CacheConfig) -> RunSpec:
+    """What windows and caps compute: what the reference does, but with the types of the tail that were asked for."""
+    cache = in_types(asked, reference.cache.key_type, reference.cache.value_type, tail=True)
+    if not cache.recodes:
+        return reference
+    return replace(reference, cache=replace(cache, residency=reference.cache.residency), same_sums=False, judged=False)
+
+
 def candidate_specs(
-    reference: RunSpec, windows: str | None, vram_targets: Sequence[int], others: Sequence[RunSpec], *, own_reference: bool
+    reference: RunSpec,
+    windows: str | None,
+    vram_targets: Sequence[int],
+    others: Sequence[RunSpec],
+    *,
+    own_reference: bool,
+    spilling: RunSpec | None = None,
 ) -> tuple[RunSpec, ...]:
-    """Windows and caps of the reference's own configuration, then other types and backends. With none of them: DEFAULT_WINDOWS beside a
-    reference of our own, the resident run itself beside a stored one. Raises UsageError."""
-    if windows is None and not vram_targets and not others and own_reference:
+    """Windows and caps of what `spilling` says, the reference's own configuration unless given; then other types and backends. With none of them:
+    DEFAULT_WINDOWS beside a reference of our own, the resident run itself beside a stored one. Raises UsageError."""
+    spilling = spilling or reference
+    if windows is None and not vram_targets and (spilling.cache.recodes or (not others and own_reference)):
         windows = DEFAULT_WINDOWS
-    specs = window_specs(windows, reference) if windows is not None else ()
-    auto = replace(reference.cache, residency="auto", window_cells=None)
-    specs += tuple(replace(reference, label=f"cap {format_size(cap)}", cache=auto, vram_target=cap) for cap in vram_targets)
-    return specs + tuple(others) or (reference,)
+    specs = window_specs(windows, spilling) if windows is not None else ()
+    auto = replace(spilling.cache, residency="auto", window_cells=None)
+    specs += tuple(
+        replace(spilling, label=f"cap {format_size(cap)}{_types_of_tail(auto)}", cache=auto, vram_target=cap) for cap in vram_targets
+    )
+    specs = specs + tuple(others) or (reference,)
+    return tuple(spec if own_reference else replace(spec, judged=spec.judged and not spec.cache.lossy) for spec in specs)
 
 
 def other_specs(
-    reference: RunSpec, key_types: Sequence[str], value_types: Sequence[str], backends: Sequence[str], configs: Sequence[ModelConfig] = ()
+    reference: RunSpec,
+    key_types: Sequence[str],
+    value_types: Sequence[str],
+    backends: Sequence[str],
+    configs: Sequence[ModelConfig] = (),
+    asked: CacheConfig | None = None,
 ) -> tuple[RunSpec, ...]:
     """Candidates from the further entries of lists whose first entries are the reference's. The lists of types go in pairs; one
-    with a single entry serves all. Raises UsageError when two longer ones differ in length."""
+    with a single entry serves all. asked: with the rotation and protection to give them; None: the reference's. Raises UsageError when two longer
+    ones differ in length."""
     count = max(len(key_types), len(value_types))
     if any(len(types) not in (1, count) for types in (key_types, value_types)):
         raise UsageError(
             f"--cache-type-k names {len(key_types)} types and --cache-type-v {len(value_types)}; give as many, or one for all: they go in pairs"
         )
     keys, values = (list(types) * (count if len(types) == 1 else 1) for types in (key_types, value_types))
-    typed = [replace(reference.cache, key_type=key, value_type=value) for key, value in zip(keys[1:], values[1:], strict=True)]  # type: ignore[arg-type]
-    specs = [replace(reference, label=f"KV {cache.key_type}/{cache.value_type}", cache=cache, same_sums=False) for cache in typed]
+    full = replace(asked or reference.cache, residency=reference.cache.residency)
+    typed = [in_types(full, key, value) for key, value in zip(keys[1:], values[1:], strict=True)]
+    specs = [
+        replace(reference, label=kv_words(cache), cache=cache, same_sums=False, judged=not (cache.lossy or reference.cache.lossy))
+        for cache in typed
+    ]
     specs += [replace(reference, label=f"backend {name}", backend=name, same_sums=False) for name in backends[1:]]  # type: ignore[arg-type]
     specs += [replace(reference, label=short_words(config), config=config, same_sums=False) for config in configs[1:]]
     return tuple(specs)
 
 
 def limits_for(spec: RunSpec, asked: Limits | None, *, own_reference: bool) -> Limits:
-    """Those asked for; else bit equality where the sums are the reference's own, and DEFAULT_LIMITS elsewhere."""
+    """Those asked for; else bit equality where the sums are the reference's own, DEFAULT_LIMITS elsewhere, and none for what is not judged."""
     if asked is not None:
         return asked
+    if not spec.judged:
+        return Limits()
     return Limits(bit_equal=True) if spec.same_sums and own_reference else DEFAULT_LIMITS

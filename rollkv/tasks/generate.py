@@ -102,6 +102,10 @@ def cache_config(
     ubatch: int | None = DEFAULT_UBATCH,
     cache_type_k: str = "f16",
     cache_type_v: str = "f16",
+    cache_type_tail_k: str | None = None,
+    cache_type_tail_v: str | None = None,
+    kv_rotate: bool = False,
+    kv_protect: int = 0,
     page_cells: int = DEFAULT_PAGE_CELLS,
 ) -> CacheConfig:
     """A checked CacheConfig. ubatch None: 4096, or less where memory is short. Raises UsageError naming the option and the value."""
@@ -111,13 +115,19 @@ def cache_config(
         ("--residency", residency, get_args(Residency)),
         ("--cache-type-k", cache_type_k, get_args(KvType)),
         ("--cache-type-v", cache_type_v, get_args(KvType)),
+        ("--cache-type-tail-k", cache_type_tail_k, (None, *get_args(KvType))),
+        ("--cache-type-tail-v", cache_type_tail_v, (None, *get_args(KvType))),
     ):
         if name not in known:
-            raise UsageError(f"{option} {name!r} is not known; choose one of {', '.join(sorted(known))}")
+            raise UsageError(f"{option} {name!r} is not known; choose one of {', '.join(sorted(filter(None, known)))}")
+    if kv_protect < 0:
+        raise UsageError(f"--kv-protect {kv_protect}: the value must be 0 or more")
     if residency == "full" and window_cells is not None:
         raise UsageError(f"--residency full keeps every cell in VRAM and --window {window_cells} does not; give one of them")
     rows, smallest = (DEFAULT_UBATCH, SMALLEST_UBATCH) if ubatch is None else (ubatch, None)
-    return CacheConfig(ctx_size, page_cells, cache_type_k, cache_type_v, rows, residency, window_cells, smallest)  # type: ignore[arg-type]
+    types = cache_type_k, cache_type_v
+    kept = cache_type_tail_k, cache_type_tail_v, kv_rotate, kv_protect
+    return CacheConfig(ctx_size, page_cells, *types, rows, residency, window_cells, smallest, *kept)  # type: ignore[arg-type]
 
 
 def dual_chunk_request(
@@ -257,6 +267,10 @@ def load(
     ubatch: int | None = None,
     cache_type_k: str = "f16",
     cache_type_v: str = "f16",
+    cache_type_tail_k: str | None = None,
+    cache_type_tail_v: str | None = None,
+    kv_rotate: bool = False,
+    kv_protect: int = 0,
     page_cells: int = DEFAULT_PAGE_CELLS,
     dca: str = "auto",
     dca_chunk: int | None = None,
@@ -271,7 +285,7 @@ def load(
 
     vram_target: bytes, or text such as "6GiB": what the process may hold on the device, all included. ctx_size: cells of the context,
     4096 unless given, or what the model was trained for if that is less. ubatch: prompt tokens in one pass, 4096 unless given, or less where
-    memory is short. dca and what stands behind it: dual chunk attention, docs/dca.md. warn takes one-line messages; without it they are Python
+    memory is short. cache_type_*, kv_rotate, kv_protect: docs/kv-types.md. dca and what stands behind it: dual chunk attention, docs/dca.md. warn takes one-line messages; without it they are Python
     warnings.
     Raises ModelFileError, UnsupportedModelError, OutOfMemoryError, DeviceError, UsageError.
     """
@@ -286,6 +300,10 @@ def load(
         ubatch=ubatch,
         cache_type_k=cache_type_k,
         cache_type_v=cache_type_v,
+        cache_type_tail_k=cache_type_tail_k,
+        cache_type_tail_v=cache_type_tail_v,
+        kv_rotate=kv_rotate,
+        kv_protect=kv_protect,
         page_cells=page_cells,
     )
     request = dual_chunk_request(model.config, dca, dca_chunk, dca_local, rope_original_ctx, hf_config)

@@ -50,12 +50,18 @@ class EquivRow:
     def passed(self) -> bool:
         return not self.broken
 
+    @property
+    def judged(self) -> bool:
+        """Whether there was any limit to keep, but that rows be finite."""
+        return self.limits != Limits()
+
     def as_dict(self) -> dict[str, object]:
         """Flat, in the names of the tables."""
         found, first = self.comparison, self.comparison.first_difference
         return {
             "candidate": self.spec.label,
             "passed": self.passed,
+            "judged": self.judged,
             "broken_limits": "; ".join(self.broken) or None,
             "limit_bit_equal": self.limits.bit_equal,
             "limit_max_kld": self.limits.max_kld,

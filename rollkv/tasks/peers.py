@@ -18,6 +18,7 @@ from rollkv.errors import UsageError
 from rollkv.synth_shapes import is_spec
 
 LLAMA_BENCH = "llama-bench"
+_KNOWN_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")  # of ours, those that its cache has too; its own has one type for all cells
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,9 @@ def run_peer(
 ) -> PeerResult:
     """Runs the tests one after the other, up to the first that fails. Raises nothing of the peer's making."""
     result = PeerResult(setup, tests, repetitions)
+    unknown = [name for name in dict.fromkeys((cache.key_type, cache.value_type)) if name not in _KNOWN_TYPES]
+    if unknown:
+        return PeerResult(setup, tests, repetitions, failure=f"{LLAMA_BENCH} has no cache of type {' or '.join(unknown)}")
     for test in tests:
         arguments = _arguments(peer, setup, test, repetitions, cache)
         try:

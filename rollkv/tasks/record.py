@@ -54,12 +54,23 @@ def cache_facts(cache: CacheConfig, vram_target: int | None) -> dict[str, object
     return {
         "ctx_size": cache.ctx_size,
         "page_cells": cache.page_cells,
-        "cache_type_k": cache.key_type,
-        "cache_type_v": cache.value_type,
+        **kv_facts(cache),
         "ubatch": cache.ubatch,
         "residency": cache.residency,
         "window_asked_cells": cache.window_cells,
         "vram_target_bytes": vram_target,
+    }
+
+
+def kv_facts(cache: CacheConfig) -> dict[str, object]:
+    """The types of cells; those of the tail are null where cells keep their type."""
+    return {
+        "cache_type_k": cache.key_type,
+        "cache_type_v": cache.value_type,
+        "cache_type_tail_k": cache.tail_key_type,
+        "cache_type_tail_v": cache.tail_value_type,
+        "kv_rotate": cache.kv_rotate,
+        "kv_protect": cache.protect_layers,
     }
 
 

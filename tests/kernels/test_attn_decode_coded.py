@@ -16,7 +16,7 @@ from rollkv.backend import PageRun, PartStates, Projected
 from rollkv.config import DualChunk, LayerConfig, PageFormat, RopeConfig
 from rollkv.cuda.device import DeviceArray
 from rollkv.cuda.kernels import attn_decode_coded, attn_merge, prepare_step
-from rollkv.cuda.kernels.attn_decode import MERGED_WITHIN
+from rollkv.cuda.kernels.kv_format import MERGED_WITHIN
 from rollkv.cuda.nvrtc import ARCHS, KernelError
 from rollkv.rope import bands
 from test_attention import FLOAT_ERROR, StepMemory, poisoned

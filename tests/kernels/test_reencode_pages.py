@@ -40,7 +40,9 @@ def random_page(rng: np.random.Generator, page: PageFormat) -> np.ndarray:
 
 def formats(case: tuple[Any, ...]) -> tuple[PageFormat, PageFormat]:
     heads, key_dim, value_dim, cells, before, after = case
-    return PageFormat(heads, key_dim, value_dim, *before, cells, True, True), PageFormat(heads, key_dim, value_dim, *after, cells, True, True)
+    return PageFormat(heads, key_dim, value_dim, *before, cells, True, True), PageFormat(
+        heads, key_dim, value_dim, *after, cells, True, True
+    )
 
 
 @gpu

@@ -8,8 +8,7 @@ import numpy as np
 from rollkv.backend import PageRun, PartStates
 from rollkv.config import KvType, LayerConfig, PageFormat
 from rollkv.cuda.device import DeviceArray, Launcher, check_array
-from rollkv.cuda.kernels.attn_decode import MERGED_WITHIN
-from rollkv.cuda.kernels.kv_format import check_run, template_arguments
+from rollkv.cuda.kernels.kv_format import MERGED_WITHIN, check_run, template_arguments
 from rollkv.cuda.nvrtc import KernelError, KernelSpec
 from rollkv.kv_types import KV_TYPES, SCALE_BYTES
 from rollkv.rope import bands, query_bands

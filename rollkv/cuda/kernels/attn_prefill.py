@@ -178,7 +178,6 @@ def attend_tile(
     page: PageFormat,
     scale: float,
     state: DeviceArray,
-    scratch: DeviceArray,
     *,
     first: bool,
     last: bool,
@@ -186,7 +185,7 @@ def attend_tile(
 ) -> None:
     """Walks the pages of `run` for T query rows; out = softmax(scale q K) V over the cells up to position[0] + t once `last` has been seen.
 
-    q: f32 [T, H*Dk]; position: i32 [1]; state: f32 [T, H*(Dv + 8)], opaque, the same from `first` to `last`; scratch: u8 [n]; out: f32 [T, H*Dv], written by
+    q: f32 [T, H*Dk]; position: i32 [1]; state: f32 [T, H*(Dv + 8)], opaque, the same from `first` to `last`; out: f32 [T, H*Dv], written by
     the last call alone. Moves attend_tile_bytes. Raises KernelError on other shapes.
     """
     num_tokens = q.shape[0]

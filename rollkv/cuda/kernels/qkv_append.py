@@ -74,7 +74,11 @@ def qkv_append(
     _check_cover(runs, page, first_position, num_tokens)
     shape = launch_shape(num_tokens, layer.num_heads, page.num_kv_heads)
     kernel = spec(page.key_type, page.value_type, page.key_dim, page.value_dim)
-    heads = *map(np.int32, (layer.num_heads, page.num_kv_heads, page.page_cells)), *turns, *map(np.int32, (page.key_rotated, page.value_rotated))
+    heads = (
+        *map(np.int32, (layer.num_heads, page.num_kv_heads, page.page_cells)),
+        *turns,
+        *map(np.int32, (page.key_rotated, page.value_rotated)),
+    )
     for run in runs:
         launcher.launch(
             kernel,

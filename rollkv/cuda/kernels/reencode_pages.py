@@ -31,7 +31,9 @@ def launch_shape(num_pages: int, num_kv_heads: int, page_cells: int) -> Shape:
 @cache
 def spec(source: PageFormat, target: PageFormat) -> KernelSpec:
     arguments = template_arguments(target.key_type, target.value_type, target.key_dim, target.value_dim)
-    return KernelSpec("reencode_pages.cu", f"reencode_pages<{element(source.key_type)}, {element(source.value_type)}, {arguments}>", early=True)
+    return KernelSpec(
+        "reencode_pages.cu", f"reencode_pages<{element(source.key_type)}, {element(source.value_type)}, {arguments}>", early=True
+    )
 
 
 def instances() -> tuple[KernelSpec, ...]:
@@ -58,7 +60,10 @@ def reencode_pages(launcher: Launcher, source: PageRun, source_page: PageFormat,
     Both formats have the same heads, cells and sizes, and both are rotated or neither is. Reads and writes reencode_pages_bytes. Raises KernelError on
     other shapes.
     """
-    if replace(source_page, key_type=target_page.key_type, value_type=target_page.value_type) != target_page or source.num_pages != target.num_pages:
+    if (
+        replace(source_page, key_type=target_page.key_type, value_type=target_page.value_type) != target_page
+        or source.num_pages != target.num_pages
+    ):
         raise KernelError(f"reencode_pages: {source.num_pages} pages {source_page} do not become {target.num_pages} pages {target_page}")
     shape = launch_shape(source.num_pages, source_page.num_kv_heads, source_page.page_cells)
     launcher.launch(

@@ -42,6 +42,23 @@ __device__ __forceinline__ u32 pack_half2(float low, float high) {
   return pair;
 }
 
+// Two halves each; results are rounded to nearest, ties to even.
+__device__ __forceinline__ u32 subtract_half2(u32 a, u32 b) {
+  u32 difference;
+  asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(difference) : "r"(a), "r"(b));
+  return difference;
+}
+__device__ __forceinline__ u32 multiply_half2(u32 a, u32 b) {
+  u32 product;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+  return product;
+}
+__device__ __forceinline__ u32 fma_half2(u32 a, u32 b, u32 c) {
+  u32 sum;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
+  return sum;
+}
+
 // Element tags: the storage types that templates are instantiated with (Half, Bf16, float).
 struct Half {
   u16 bits;
@@ -101,6 +118,10 @@ __device__ __forceinline__ float4 fresh(const float4* address) { return __ldcg(a
 __device__ __forceinline__ int fresh(const int* address) { return __ldcg(address); }
 __device__ __forceinline__ u32 fresh(const u32* address) { return __ldcg(address); }
 __device__ __forceinline__ u64 fresh(const u64* address) { return __ldcg(address); }
+__device__ __forceinline__ u16 fresh(const u16* address) { return __ldcg(address); }
+__device__ __forceinline__ Half fresh(const Half* address) { return Half{fresh(&address->bits)}; }
+__device__ __forceinline__ Bf16 fresh(const Bf16* address) { return Bf16{fresh(&address->bits)}; }
+__device__ __forceinline__ uint2 fresh(const uint2* address) { return __ldcg(address); }
 __device__ __forceinline__ uint4 fresh(const uint4* address) { return __ldcg(address); }
 
 // 16 aligned bytes of the KV cache: read once, by nobody else nearby, but written by the kernel before.

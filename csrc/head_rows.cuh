@@ -22,10 +22,16 @@ struct HeadRow {
 #pragma unroll
     for (int i = 0; i < kCount; i++) x[i] = element(i) < kDim ? row[element(i)] : 0.0f;
   }
+  __device__ __forceinline__ void store(float* target) const {  // [kDim]
+#pragma unroll
+    for (int i = 0; i < kCount; i++) {
+      if (element(i) < kDim) target[element(i)] = x[i];
+    }
+  }
   static __device__ __forceinline__ int element(int i) { return threadIdx.x % 32 + 32 * i; }
 };
 
-// How far heads turn: all of a token's queries that a block has alike, and so its keys.
+// How far heads turn with their position: all of a token's queries that a block has alike, and so its keys.
 struct Rotation {
   const float2* angles;  // [pairs] (cos, sin), in shared memory
   int pairs;

@@ -1,10 +1,10 @@
 // Where the cells of one layer lie, and which of them a query may see.
 //
-// A pool is [slot][K then V][Hkv][P cells][D] bytes; page i of a run lies in slot (first_slot + i) mod num_slots. Every offset that a
-// slot or a cell multiplies is 64 bits wide. A row of D elements (D a multiple of 16, 2 or 4 bytes each) begins on a 16-byte boundary.
+// A pool is [slot][K then V][Hkv] of a head's cells, P rows (HeadCells); page i of a run lies in slot (first_slot + i) mod num_slots. Every offset that a
+// slot multiplies is 64 bits wide. A head's cells begin on a 16-byte boundary, and so does a row of D elements (D a multiple of 16) of a plain type.
 #pragma once
 
-#include "common.cuh"
+#include "kv_types.cuh"
 
 template <typename KeyType, typename ValueType, int kKeyDim, int kValueDim>
 struct KvPages {
@@ -14,17 +14,24 @@ struct KvPages {
   int num_kv_heads;
   int page_cells;
 
-  __device__ __forceinline__ i64 key_bytes() const { return i64(num_kv_heads) * page_cells * kKeyDim * i64(sizeof(KeyType)); }
+  __device__ __forceinline__ i64 key_bytes() const { return i64(num_kv_heads) * page_cells * RowFormat<KeyType, kKeyDim>::kRowBytes; }
   __device__ __forceinline__ i64 page_bytes() const {
-    return key_bytes() + i64(num_kv_heads) * page_cells * kValueDim * i64(sizeof(ValueType));
+    return key_bytes() + i64(num_kv_heads) * page_cells * RowFormat<ValueType, kValueDim>::kRowBytes;
   }
   __device__ __forceinline__ const u8* page(int index) const { return pool + i64((first_slot + index) % num_slots) * page_bytes(); }
-  // First cell of one head in page `index` of the run: [P][D].
+  // The cells of one head in page `index` of the run.
+  __device__ __forceinline__ HeadCells<KeyType, kKeyDim> key_cells(int index, int kv_head) const {
+    return {page(index) + i64(kv_head) * page_cells * RowFormat<KeyType, kKeyDim>::kRowBytes, page_cells};
+  }
+  __device__ __forceinline__ HeadCells<ValueType, kValueDim> value_cells(int index, int kv_head) const {
+    return {page(index) + key_bytes() + i64(kv_head) * page_cells * RowFormat<ValueType, kValueDim>::kRowBytes, page_cells};
+  }
+  // The first of them, where they are of a plain type: [P][D].
   __device__ __forceinline__ const KeyType* keys(int index, int kv_head) const {
-    return reinterpret_cast<const KeyType*>(page(index)) + i64(kv_head) * page_cells * kKeyDim;
+    return reinterpret_cast<const KeyType*>(key_cells(index, kv_head).first);
   }
   __device__ __forceinline__ const ValueType* values(int index, int kv_head) const {
-    return reinterpret_cast<const ValueType*>(page(index) + key_bytes()) + i64(kv_head) * page_cells * kValueDim;
+    return reinterpret_cast<const ValueType*>(value_cells(index, kv_head).first);
   }
 };
 

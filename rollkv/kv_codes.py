@@ -6,8 +6,8 @@ its own, and sums over a group are taken in pairs of neighbours, then of pairs, 
 
 q8_0 and q4_0 choose codes and scales as GGUF's reference does for weights. turbo4, turbo3 and turbo2 code rotated elements, which are nearly Gaussian
 whatever the head holds, with a Gaussian's best levels (Lloyd-Max; Zandieh et al., arXiv 2504.19874, after the rotation and rescaling of
-DRIVE and EDEN, Vargaftik et al. 2021, 2022), and a scale that makes the squared error least. The levels of turbo3 are a little off the best (1 % of
-its error) and those of turbo2 a multiple of them, so that each is one byte: the high byte of a half.
+DRIVE and EDEN, Vargaftik et al. 2021, 2022), and a scale that makes the squared error least. The levels of turbo3 and turbo2 are a little off the best (1 %
+of their errors): those of turbo3 are one byte each, the high byte of a half, and those of turbo2 uniform, so that no table is needed.
 """
 
 from dataclasses import dataclass
@@ -58,7 +58,7 @@ class _Book:
 _BOOKS = {
     "turbo4": _Book((0.1284, 0.3880, 0.6568, 0.9423, 1.2562, 1.6180, 2.0690, 2.7326), 1.0),
     "turbo3": _Book((0.25, 0.75, 1.25, 2.0), 1.0682),
-    "turbo2": _Book((0.375, 1.25), 1.2085),
+    "turbo2": _Book((0.5, 1.5), 0.99),
 }
 
 
@@ -122,7 +122,7 @@ def _sum(x: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class _Field:
+class _Plane:
     """Some bits of every code: from bit `first` of it on, at bit places[e] of the word for the word's element e."""
 
     first: int
@@ -130,16 +130,17 @@ class _Field:
     places: tuple[int, ...]
 
 
-_PAIRS = tuple(4 * (e // 2) + 16 * (e % 2) for e in range(8))
-_TWOS = tuple(4 * (e % 4) + 16 * (e // 8) + 2 * (e // 4 % 2) for e in range(16))
-# By type and plane, the fields of its words. Each layout spares the kernels work: neighbours in the two halves of a word, signs in place, two-bit codes as
-# selectors of a byte permute.
-_WORDS: dict[str, tuple[tuple[_Field, ...], ...]] = {
-    "q8_0": ((_Field(0, 8, (0, 8, 16, 24)),),),
-    "q4_0": ((_Field(0, 4, _PAIRS),),),
-    "turbo4": ((_Field(0, 3, tuple(4 * e for e in range(8))), _Field(3, 1, tuple(15 - 4 * (e // 2) + 16 * (e % 2) for e in range(8)))),),
-    "turbo3": ((_Field(0, 2, _TWOS),), (_Field(2, 1, tuple(8 * (e % 4) + 7 - e // 4 for e in range(32))),)),
-    "turbo2": ((_Field(0, 2, _TWOS),),),
+# By type. Each layout spares the kernels work: neighbours in the two halves of a word, where arithmetic takes them, or in one byte, which looks both up; the signs
+# of eight elements one shift from their magnitudes (csrc/kv_fragments.cuh).
+_PLANES = {
+    "q8_0": (_Plane(0, 8, (0, 8, 16, 24)),),
+    "q4_0": (_Plane(0, 4, tuple(4 * (e // 2) + 16 * (e % 2) for e in range(8))),),
+    "turbo4": (_Plane(0, 4, tuple(4 * e for e in range(8))),),
+    "turbo3": (
+        _Plane(0, 2, tuple(4 * (e % 8) + 2 * (e // 8) for e in range(16))),
+        _Plane(2, 1, tuple(4 * (e % 8) + e // 8 for e in range(32))),
+    ),
+    "turbo2": (_Plane(0, 2, tuple(2 * (e // 2) + 16 * (e % 2) for e in range(16))),),
 }
 
 
@@ -155,43 +156,37 @@ _CODE_OF = {name: np.argsort(stored).astype(np.uint8) for name, stored in _STORE
 
 
 def pack(codes: np.ndarray, name: str) -> np.ndarray:
-    """uint8 [..., D] to uint8 [..., code_bytes(D)]: the planes of a row one behind the other."""
+    """uint8 [..., D] to words uint32 [..., code_bytes(D) / 4]: the planes of a row one behind the other."""
     stored, planes = _STORED[name][codes], []
-    for fields in _WORDS[name]:
-        per_word = len(fields[0].places)
+    for plane in _PLANES[name]:
+        per_word = len(plane.places)
         padding = [(0, 0)] * (codes.ndim - 1) + [(0, -codes.shape[-1] % per_word)]
-        bits = np.pad(stored, padding).reshape(*codes.shape[:-1], -1, per_word)
-        words = np.zeros(bits.shape[:-1], "<u4")
-        for field in fields:
-            words |= (((bits >> field.first) & (1 << field.bits) - 1) << np.array(field.places, np.uint32)).sum(axis=-1, dtype=np.uint32)
-        planes.append(words.view(np.uint8))
+        bits = np.pad(stored, padding).reshape(*codes.shape[:-1], -1, per_word) >> plane.first & (1 << plane.bits) - 1
+        planes.append((bits << np.array(plane.places, np.uint32)).sum(axis=-1, dtype=np.uint32))
     return np.concatenate(planes, axis=-1)
 
 
-def unpack(packed: np.ndarray, name: str, head_dim: int) -> np.ndarray:
-    """What was packed: uint8 [..., code_bytes(D)] to uint8 [..., D]."""
-    stored = np.zeros((*packed.shape[:-1], head_dim), np.uint32)
+def unpack(words: np.ndarray, name: str, head_dim: int) -> np.ndarray:
+    """What was packed: uint32 [..., code_bytes(D) / 4] to uint8 [..., D]."""
+    stored = np.zeros((*words.shape[:-1], head_dim), np.uint32)
     begin = 0
-    for fields in _WORDS[name]:
-        per_word = len(fields[0].places)
-        end = begin + 4 * -(-head_dim // per_word)
-        words = np.ascontiguousarray(packed[..., begin:end]).view("<u4")[..., None]
-        for field in fields:
-            bits = (words >> np.array(field.places, np.uint32)) & (1 << field.bits) - 1
-            stored |= bits.reshape(*packed.shape[:-1], -1)[..., :head_dim] << field.first
+    for plane in _PLANES[name]:
+        end = begin - (-head_dim // len(plane.places))
+        bits = words[..., begin:end, None] >> np.array(plane.places, np.uint32) & (1 << plane.bits) - 1
+        stored |= bits.reshape(*words.shape[:-1], -1)[..., :head_dim] << plane.first
         begin = end
     return _CODE_OF[name][stored]
 
 
 def encode(x: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """(packed codes uint8 [..., code_bytes(D)], scales float16 [..., D / group]) of elements [..., D]."""
+    """(words of codes uint32 [..., code_bytes(D) / 4], scales float16 [..., D / group]) of elements [..., D]."""
     codes, scales = quantise(x, name)
     return pack(codes, name), scales
 
 
-def decode(packed: np.ndarray, scales: np.ndarray, name: str, head_dim: int) -> np.ndarray:
+def decode(words: np.ndarray, scales: np.ndarray, name: str, head_dim: int) -> np.ndarray:
     """The elements, float32 [..., D]."""
-    levels = LEVELS[name].astype(np.float32)[unpack(packed, name, head_dim)]
+    levels = LEVELS[name].astype(np.float32)[unpack(words, name, head_dim)]
     groups = levels.reshape(*scales.shape, -1)
     with np.errstate(invalid="ignore"):
         return (groups * scales[..., None].astype(np.float32)).reshape(levels.shape)

@@ -4,9 +4,10 @@ import numpy as np
 
 from rollkv.config import PageFormat
 from rollkv.kv_codes import decode, encode
-from rollkv.kv_types import KV_TYPES, SCALE_BYTES
+from rollkv.kv_types import KV_TYPES
 from rollkv.reference import from_bf16_bits, to_bf16_bits
 
+_TOGETHER = 4  # cells of a coded type whose words lie side by side, and whose scales do
 _PLAIN = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16}
 
 
@@ -19,11 +20,12 @@ def write_cells(raw: np.ndarray, page: PageFormat, first_cell: int, keys: np.nda
 
 def _write(part: np.ndarray, page: PageFormat, name: str, first_cell: int, x: np.ndarray) -> None:
     """x [Hkv, cells, D]."""
-    codes, scales = (rows[:, first_cell : first_cell + x.shape[1]] for rows in _rows(part, page, name, x.shape[2]))
+    at = np.arange(first_cell, first_cell + x.shape[1])
     if KV_TYPES[name].coded:
-        codes[...], scales[...] = encode(x, name)
+        for array, rows in zip(_coded(part, page, name, x.shape[2]), encode(x, name), strict=True):
+            array[:, at // _TOGETHER, :, at % _TOGETHER] = rows.swapaxes(0, 1)
     else:
-        codes.view(_PLAIN[name])[...] = to_bf16_bits(x) if name == "bf16" else x
+        _plain(part, page, name, x.shape[2])[:, at] = to_bf16_bits(x) if name == "bf16" else x
 
 
 def read_cells(raw: np.ndarray, page: PageFormat) -> tuple[np.ndarray, np.ndarray]:
@@ -53,20 +55,26 @@ def reencode_cells(
 
 
 def _read(part: np.ndarray, page: PageFormat, name: str, dim: int) -> np.ndarray:
-    codes, scales = _rows(part, page, name, dim)
     if KV_TYPES[name].coded:
-        return decode(codes, scales, name, dim)
-    return from_bf16_bits(codes.view(np.uint16)) if name == "bf16" else codes.view(_PLAIN[name])
+        shape = page.num_kv_heads, page.page_cells, -1
+        words, scales = (array.swapaxes(2, 3).reshape(shape) for array in _coded(part, page, name, dim))
+        return decode(words, scales, name, dim)
+    rows = _plain(part, page, name, dim)
+    return from_bf16_bits(rows) if name == "bf16" else rows
 
 
 def _parts(raw: np.ndarray, page: PageFormat) -> tuple[np.ndarray, np.ndarray]:
     return raw[: page.key_bytes], raw[page.key_bytes :]
 
 
-def _rows(part: np.ndarray, page: PageFormat, name: str, dim: int) -> tuple[np.ndarray, np.ndarray]:
-    """Views of one side of a page: (codes uint8 [Hkv, P, code_bytes], scales float16 [Hkv, P, scales])."""
+def _plain(part: np.ndarray, page: PageFormat, name: str, dim: int) -> np.ndarray:
+    """One side of a page as numbers [Hkv, P, D], a view."""
+    return part.view(_PLAIN[name]).reshape(page.num_kv_heads, page.page_cells, dim)
+
+
+def _coded(part: np.ndarray, page: PageFormat, name: str, dim: int) -> tuple[np.ndarray, np.ndarray]:
+    """Views of one side of a page: words of codes uint32 [Hkv, P/4, words, 4 cells] and scales float16 [Hkv, P/4, scales, 4 cells]."""
     kind, heads, cells = KV_TYPES[name], page.num_kv_heads, page.page_cells
-    of_heads = part.reshape(heads, -1)
-    codes, scales = np.split(of_heads, [cells * kind.code_bytes(dim)], axis=1)
-    assert scales.shape[1] == cells * kind.num_scales(dim) * SCALE_BYTES
-    return codes.reshape(heads, cells, kind.code_bytes(dim)), scales.view(np.float16).reshape(heads, cells, kind.num_scales(dim))
+    codes, scales = np.split(part.reshape(heads, -1), [cells * kind.code_bytes(dim)], axis=1)
+    shape = heads, cells // _TOGETHER, -1, _TOGETHER
+    return codes.view("<u4").reshape(shape), scales.view(np.float16).reshape(shape)

@@ -33,12 +33,12 @@ def words(name: str, dim: int, **codes: int) -> list[int]:
     row = np.full(dim, {"q8_0": 0, "q4_0": 0, "turbo4": 8, "turbo3": 4, "turbo2": 0}[name], np.uint8)
     for place, code in codes.items():
         row[int(place[1:])] = code
-    return pack(row, name).view("<u4").tolist()
+    return pack(row, name).tolist()
 
 
 def test_q8_0_is_a_byte_an_element() -> None:
     packed = pack(np.arange(32, dtype=np.uint8) * 8, "q8_0")
-    assert packed.tolist() == [8 * e for e in range(32)]
+    assert packed.astype("<u4").view(np.uint8).tolist() == [8 * e for e in range(32)]
     assert (LEVELS["q8_0"][128], LEVELS["q8_0"][255], LEVELS["q8_0"][1]) == (0, 127, -127)
 
 
@@ -48,53 +48,48 @@ def test_q4_0_has_neighbours_in_the_two_halves_of_a_word(element: int, place: in
     assert words("q4_0", 32, **{f"e{element + 16}": 0xB}) == [0, 0, 0xB << place, 0] if element < 8 else True
 
 
-@pytest.mark.parametrize("element,sign", [(0, 15), (1, 31), (2, 11), (3, 27), (4, 7), (5, 23), (6, 3), (7, 19)])
-def test_turbo4_has_magnitudes_in_order_and_signs_in_place(element: int, sign: int) -> None:
+@pytest.mark.parametrize("element", range(8))
+def test_turbo4_has_codes_in_order_magnitude_and_sign(element: int) -> None:
     assert words("turbo4", 16, **{f"e{element}": 15}) == [7 << 4 * element, 0], "the largest level: magnitude 7, no sign"
-    assert words("turbo4", 16, **{f"e{element + 8}": 0}) == [0, (7 << 4 * element) + (1 << sign)], "the smallest: magnitude 7, negative"
-    assert words("turbo4", 16, **{f"e{element}": 7}) == [1 << sign, 0], "just below zero: magnitude 0, negative"
+    assert words("turbo4", 16, **{f"e{element + 8}": 0}) == [0, 0xF << 4 * element], "the smallest: magnitude 7, negative"
+    assert words("turbo4", 16, **{f"e{element}": 7}) == [8 << 4 * element, 0], "just below zero: magnitude 0, negative"
 
 
-@pytest.mark.parametrize("element,field", [(0, 0), (1, 2), (3, 6), (4, 1), (7, 7), (8, 8), (11, 14), (12, 9), (15, 15)])
-def test_turbo2_has_the_selectors_of_a_byte_permute(element: int, field: int) -> None:
-    assert words("turbo2", 32, **{f"e{element + 16}": 3}) == [0, 3 << 2 * field]
-    assert LEVELS["turbo2"].tolist() == [-1.25, -0.375, 0.375, 1.25]
+@pytest.mark.parametrize("element,place", [(0, 0), (1, 16), (2, 2), (3, 18), (7, 22), (8, 8), (14, 14), (15, 30)])
+def test_turbo2_has_neighbours_in_the_two_halves_of_a_word(element: int, place: int) -> None:
+    assert words("turbo2", 32, **{f"e{element + 16}": 3}) == [0, 3 << place]
+    assert LEVELS["turbo2"].tolist() == [-1.5, -0.5, 0.5, 1.5]
 
 
-@pytest.mark.parametrize("element,field,sign", [(0, 0, 7), (1, 2, 15), (4, 1, 6), (15, 15, 28), (16, 0, 3), (31, 15, 24)])
-def test_turbo3_has_a_plane_of_magnitudes_and_one_of_signs(element: int, field: int, sign: int) -> None:
+@pytest.mark.parametrize(
+    "element,place,sign", [(0, 0, 0), (1, 4, 4), (7, 28, 28), (8, 2, 1), (15, 30, 29), (16, 0, 2), (25, 6, 7), (31, 30, 31)]
+)
+def test_turbo3_has_a_plane_of_magnitudes_and_one_of_signs(element: int, place: int, sign: int) -> None:
     first = [0, 0]
-    first[element // 16] = 3 << 2 * field
+    first[element // 16] = 3 << place
     assert words("turbo3", 32, **{f"e{element}": 0}) == [*first, 1 << sign], "-2: magnitude 3, negative"
     assert words("turbo3", 32, **{f"e{element}": 7}) == [*first, 0], "2: magnitude 3"
     assert words("turbo3", 32, **{f"e{element}": 3}) == [0, 0, 1 << sign], "-0.25: magnitude 0, negative"
 
 
 def test_the_last_signs_of_turbo3_may_fill_half_a_word() -> None:
-    assert words("turbo3", 48, e47=3) == [0, 0, 0, 0, 1 << 28]
-    assert words("turbo3", 16, e0=3) == [0, 1 << 7]
+    assert words("turbo3", 48, e47=3) == [0, 0, 0, 0, 1 << 29]
+    assert words("turbo3", 16, e1=3) == [0, 1 << 4]
 
 
-def test_signs_lie_where_shifts_bring_them(rng: np.random.Generator) -> None:
-    """As the kernels take them out: elements 2j, 2j+1 of turbo4, and elements 4m .. 4m+3 of turbo3 and turbo2."""
-    codes = rng.integers(0, 16, 8).astype(np.uint8)
-    word = int(pack(np.concatenate([codes, codes]), "turbo4").view("<u4")[0])
-    for j in range(4):
-        signs = (word << 4 * j) & 0x80008000
-        assert [signs >> 15 & 1, signs >> 31] == [int(code < 8) for code in codes[2 * j : 2 * j + 2]]
+def test_signs_lie_one_shift_from_their_magnitudes(rng: np.random.Generator) -> None:
+    """Eight elements of turbo3 as four bits each: two of the magnitude, then the sign."""
     codes = rng.integers(0, 8, 32).astype(np.uint8)
-    low, high, plane = (int(w) for w in pack(codes, "turbo3").view("<u4"))
-    for m in range(8):
-        signs = (plane << m) & 0x80808080
-        assert [signs >> 8 * j + 7 & 1 for j in range(4)] == [int(code < 4) for code in codes[4 * m : 4 * m + 4]]
-        word, part = (low, high)[m // 4], m % 4
-        selector = word >> (16 * (part // 2) + 2 * (part % 2)) & 0x3333
-        assert [selector >> 4 * j & 15 for j in range(4)] == [code - 4 if code > 3 else 3 - code for code in codes[4 * m : 4 * m + 4]]
+    low, high, plane = (int(w) for w in pack(codes, "turbo3"))
+    for eight in range(4):
+        four_bits = ((low, high)[eight // 2] >> 2 * (eight % 2) & 0x33333333) | (plane >> eight & 0x11111111) << 2
+        assert [four_bits >> 4 * e & 7 for e in range(8)] == [
+            code - 4 if code > 3 else 7 - code for code in codes[8 * eight : 8 * eight + 8]
+        ]
 
 
-def test_levels_of_turbo3_and_turbo2_are_one_byte_each() -> None:
-    for name in ("turbo3", "turbo2"):
-        assert (LEVELS[name].view(np.uint16) & 0xFF == 0).all()
+def test_levels_of_turbo3_are_one_byte_each() -> None:
+    assert (LEVELS["turbo3"].view(np.uint16) & 0xFF == 0).all()
     assert LEVELS["turbo3"].tolist() == [-2, -1.25, -0.75, -0.25, 0.25, 0.75, 1.25, 2]
     assert LEVELS["turbo4"][15] == np.float16(2.7326) and LEVELS["turbo4"][7] == -np.float16(0.1284)
 
@@ -103,7 +98,7 @@ def test_levels_of_turbo3_and_turbo2_are_one_byte_each() -> None:
 def test_what_is_packed_comes_back(name: str, dim: int, rng: np.random.Generator) -> None:
     codes = rng.integers(0, len(LEVELS[name]), (3, 5, dim)).astype(np.uint8)
     packed = pack(codes, name)
-    assert packed.shape == (3, 5, KV_TYPES[name].code_bytes(dim)) and packed.dtype == np.uint8
+    assert packed.shape == (3, 5, KV_TYPES[name].code_bytes(dim) / 4) and packed.dtype == np.uint32
     np.testing.assert_array_equal(unpack(packed, name, dim), codes)
 
 
@@ -150,22 +145,22 @@ def test_turbo_by_hand(name: str) -> None:
     """A group of n elements of size 1 has deviation 1, so each goes to the level nearest to 1 / s, which the scale turns into 1 again."""
     row = np.where(np.arange(64) % 3 == 0, -3.0, 3.0).astype(np.float32)
     codes, scales = quantise(row, name)
-    nearest = {"turbo4": 11, "turbo3": 5, "turbo2": 3}[name]  # 0.9423, 0.75 and 1.25
+    nearest = {"turbo4": 11, "turbo3": 5, "turbo2": 3}[name]  # 0.9423, 0.75 and 1.5
     assert set(codes[row > 0].tolist()) == {nearest} and set(codes[row < 0].tolist()) == {len(LEVELS[name]) - 1 - nearest}
     assert scales.tolist() == [np.float16(3 / float(LEVELS[name][nearest]))]
 
 
 def test_the_upper_level_is_taken_half_way() -> None:
-    """Of 16 elements with a square sum of 16 / s^2, which stand as they are among the levels: at the borders -0.8125, 0 and 0.8125, and next to them."""
-    rest = ((16 / 1.2085**2 - 3 * 0.8125**2) / 11) ** 0.5
-    row = np.array([0.8125, 0.8125, -0.8125, 0.0, -0.0, *[rest] * 11])  # in float64, where the norm is as good as exact
+    """Of 16 elements with a square sum of 16 / s^2, which stand as they are among the levels: at the borders -1, 0 and 1, and next to them."""
+    rest = ((16 / 0.99**2 - 3) / 11) ** 0.5
+    row = np.array([1.0, 1.0, -1.0, 0.0, -0.0, *[rest] * 11])  # in float64, where the norm is as good as exact
     codes, _ = quantise(row * np.array([1 + 1e-6, 1 - 1e-6, 1 - 1e-6, *[1] * 13]), "turbo2")
     assert codes.tolist() == [3, 2, 1, 2, 2, *[3] * 11]
 
 
-@pytest.mark.parametrize("name,error", [("turbo4", 0.0092), ("turbo3", 0.0338), ("turbo2", 0.1153)])
+@pytest.mark.parametrize("name,error", [("turbo4", 0.0092), ("turbo3", 0.0338), ("turbo2", 0.1166)])
 def test_relative_error_on_gaussian_data(name: str, error: float, rng: np.random.Generator) -> None:
-    """A little below that of the infinite group (0.0095, 0.0349, 0.1175), since every group has a scale of its own."""
+    """A little below that of the infinite group (0.0095, 0.0349, 0.1188), since every group has a scale of its own."""
     x = rng.standard_normal((20_000, 128)).astype(np.float32)
     got = turn_back(decode(*encode(rotate(x), name), name, 128))
     assert ((got - x) ** 2).sum() / (x**2).sum() == pytest.approx(error, rel=0.02)

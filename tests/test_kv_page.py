@@ -21,21 +21,22 @@ def cells(count: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def test_a_coded_page_by_hand() -> None:
-    """A head's codes of all cells, then its scales of all cells, then the next head; values behind keys."""
+    """A head's words of all cells, four cells by turns, then its scales likewise, then the next head; values behind keys."""
     page, raw = page_of("q8_0", "turbo2"), np.full(page_of("q8_0", "turbo2").page_bytes, 0xFF, np.uint8)
     keys, values = np.zeros((1, 3, 64), np.float32), np.zeros((1, 3, 96), np.float32)
     keys[0, 1, 33] = 127.0  # second group: scale 1
-    values[0, 2] = 0.375
-    write_cells(raw, page, 5, keys, values)
+    values[0, 2] = -0.75
+    write_cells(raw, page, 5, keys, values)  # the second cell of the second four
     head = 32 * (64 + 2 * 2)
-    assert raw[head + 5 * 64 + 32] == 128 and raw[head + 5 * 64 + 33] == 255
-    scales = raw[head + 32 * 64 :][: 32 * 4].view(np.float16).reshape(32, 2)
-    assert scales[5].tolist() == [0, 1] and np.isnan(np.delete(scales, 5, axis=0)).all(), "no other cell is touched"
+    codes = raw[head:][: 32 * 64].reshape(8, 16, 4, 4)  # fours of cells, words, cells, bytes
+    assert codes[1, 8, 1].tolist() == [128, 255, 128, 128] and (np.delete(codes[1], 1, axis=1) == 0xFF).all()
+    scales = raw[head + 32 * 64 :][: 32 * 4].view(np.float16).reshape(8, 2, 4)
+    assert scales[1, :, 1].tolist() == [0, 1] and np.isnan(scales).sum() == 62, "no other cell is touched"
     values_begin, head = 3 * head, 32 * (24 + 3 * 2)
     assert page.key_bytes == values_begin and page.page_bytes == values_begin + 3 * head
-    codes = raw[values_begin + 2 * head + 5 * 24 :][:24]
-    scales = raw[values_begin + 2 * head + 32 * 24 :][: 32 * 6].view(np.float16).reshape(32, 3)
-    assert codes.tolist() == [0xFF] * 24 and scales[5].tolist() == [np.float16(0.3)] * 3, "1 / 1.2085 is nearer to 1.25 than to 0.375"
+    codes = raw[values_begin + 2 * head :][: 32 * 24].view("<u4").reshape(8, 6, 4)
+    scales = raw[values_begin + 2 * head + 32 * 24 :][: 32 * 6].view(np.float16).reshape(8, 3, 4)
+    assert codes[1, :, 1].tolist() == [0] * 6 and scales[1, :, 1].tolist() == [0.5] * 3, "-1 / 0.99 is nearer to -1.5 than to -0.5"
 
 
 @pytest.mark.parametrize("key,value", PAIRS)

@@ -12,7 +12,8 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "rollkv"
 
 KERNELS = (
-    "add", "attn_decode", "attn_merge", "attn_prefill", "choose", "dequantise", "embed", "linear_rows", "noise", "qkv_append", "queries", "repack", "rope_table", "round_rows", "synth_noise",
+    "add", "attn_decode", "attn_decode_coded", "attn_merge", "attn_prefill", "choose", "dequantise", "embed", "linear_rows", "noise", "prepare_step", "qkv_append", "queries", "reencode_pages", "repack",
+    "rope_table", "round_rows", "synth_noise", "turn_back", "unpack_pages",
 )  # fmt: skip
 
 # fmt: off

@@ -71,6 +71,28 @@ def test_chunks_load_nothing_either(machine: Machine, path: Any) -> None:
         assert machine.modules == modules
 
 
+CODED: list[dict[str, Any]] = [
+    {"kv": "turbo2"},
+    {"kv": "q8_0", "value_kv": "turbo3", "rotate": True, "window": 64},
+    {"kv": "f16", "tail_kv": "turbo4", "window": 64},
+    {"kv": "q8_0", "tail_value_kv": "q4_0", "window": 128, "protect": 1},
+]
+
+
+@pytest.mark.parametrize("dual_chunk", [None, DualChunk(chunk_cells=192, local_cells=64, original_context=100)], ids=["", "chunks"])
+@pytest.mark.parametrize("types", CODED, ids=lambda types: " ".join(map(str, types.values())))
+@pytest.mark.parametrize("path", ["synth:tiny:F16", MODELS[4]], ids=["tiny", "gemma3"])
+def test_coded_pages_load_nothing_either(machine: Machine, path: Any, types: dict[str, Any], dual_chunk: DualChunk | None) -> None:
+    """Nor do tails of other types, in which pages are encoded anew."""
+    with engine(machine, path, dual_chunk=dual_chunk, ctx_size=500, ubatch=200, page_cells=64, **types) as run:
+        modules = machine.modules
+        for length in (1, 63, 64, 65, 200, 201, 480):
+            run.reset()
+            run.prefill([1] * length)
+            run.decode(1)
+        assert machine.modules == modules
+
+
 def test_records_name_the_card(machine: Machine) -> None:
     with engine(machine, MODELS[0], ctx_size=16) as run:
         facts = machine_facts(run)

@@ -3,6 +3,7 @@ takes it from the device, a rehearsal from nowhere.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -13,16 +14,22 @@ from rollkv.cuda.device import DeviceArray, Launcher
 from rollkv.cuda.kernels import (
     add,
     attn_decode,
+    attn_decode_coded,
     attn_merge,
     attn_prefill,
     choose,
     embed,
     linear_rows,
     noise,
+    prepare_step,
     qkv_append,
     queries,
+    reencode_pages,
     rope_table,
+    turn_back,
+    unpack_pages,
 )
+from rollkv.cuda.kernels.kv_format import MERGED_WITHIN
 from rollkv.cuda.nvrtc import KernelError
 from rollkv.cuda.weights_gpu import CudaWeight
 from rollkv.workspace import GEMM_WORKSPACE_BYTES, MAX_FEW_ROWS
@@ -146,7 +153,7 @@ class Operations(ABC):
         queries.queries(self.launcher, projected, page, band, q)
 
     def reencode(self, source: PageRun, source_page: PageFormat, target: PageRun, target_page: PageFormat) -> None:
-        raise KernelError(f"pages of {source_page} have no kernel that makes {target_page} of them")
+        reencode_pages.reencode_pages(self.launcher, source, source_page, target, target_page)
 
     def attend_step(
         self,
@@ -158,10 +165,19 @@ class Operations(ABC):
         parts: PartStates,
         out: DeviceArray,
     ) -> None:
-        attn_decode.attend_step(self.launcher, projected, position, runs, page, scale, parts, out)
+        layer = projected.layer
         ended = runs[-1].first_page + runs[-1].num_pages == parts.first_page + parts.num_parts
-        if ended and parts.num_parts > attn_decode.MERGED_WITHIN:
-            attn_merge.merge_parts(self.launcher, parts.out, parts.lse, parts.num_parts, projected.layer, out)
+        if attn_decode_coded.serves(page):
+            begun = runs[0].first_page == parts.first_page
+            if begun or ended:
+                prepare_step.prepare_step(self.launcher, projected, position, runs[-1], page, parts.q, queries=begun, cell=ended)
+            attn_decode_coded.attend_coded(self.launcher, position, runs, layer, page, scale, parts, out, num_sms=self._num_sms)
+        else:  # these kernels finish the query and the cell themselves
+            attn_decode.attend_step(self.launcher, projected, position, runs, page, scale, parts, out)
+        if ended and parts.num_parts > MERGED_WITHIN:
+            attn_merge.merge_parts(self.launcher, parts.out, parts.lse, parts.num_parts, layer, out)
+        if ended and page.value_rotated:
+            turn_back.turn_back(self.launcher, out, layer)
 
     def attend_tile(
         self,
@@ -178,7 +194,25 @@ class Operations(ABC):
         last: bool,
         out: DeviceArray,
     ) -> None:
-        attn_prefill.attend_tile(self.launcher, q, position, run, layer, page, scale, state, scratch, first=first, last=last, out=out)
+        for part in self._unpacked(run, page, scratch) if page.coded else (run,):
+            begins, ends = part.first_page == run.first_page, part.first_page + part.num_pages == run.first_page + run.num_pages
+            flags = {"first": first and begins, "last": last and ends}
+            attn_prefill.attend_tile(
+                self.launcher, q, position, part, layer, page.unpacked if page.coded else page, scale, state, out=out, **flags
+            )
+        if last and page.value_rotated:
+            turn_back.turn_back(self.launcher, out, layer)
+
+    def _unpacked(self, run: PageRun, page: PageFormat, scratch: DeviceArray) -> Iterator[PageRun]:
+        """The run's pages in f16, as many at a time as the scratch holds: use them before asking for the next."""
+        slots = scratch.nbytes // page.unpacked.page_bytes
+        if slots < 1:
+            raise KernelError(f"attend_tile: {scratch.nbytes} bytes of scratch hold no page of {page.unpacked.page_bytes}")
+        pool, end = scratch.view((slots, page.unpacked.page_bytes)), run.first_page + run.num_pages
+        for first_page in range(run.first_page, end, slots):
+            part = run.part(first_page, min(slots, end - first_page))
+            unpack_pages.unpack_pages(self.launcher, part, page, pool.rows(part.num_pages))
+            yield PageRun(pool, slots, 0, first_page, part.num_pages)
 
     def add(self, x: DeviceArray, y: DeviceArray, norm: RmsNorm | None = None) -> None:
         add.add(self.launcher, x, y, norm)

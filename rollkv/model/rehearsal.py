@@ -46,6 +46,8 @@ def rehearse(backend: Backend, config: ModelConfig, cache: CacheConfig, tensors:
     steps += [(1, position) for cells in counts for position in (cells - 1, cells) if position < cache.ctx_size]
     # Where the second chunk begins, queries turn more than once.
     steps += [(2, position) for position in sorted(strides) if position + 2 <= cache.ctx_size]
+    if page != tail_page and cache.page_cells + 2 <= cache.ctx_size:  # several tokens behind a tail
+        steps.append((2, cache.page_cells))
     for tokens, position in steps:
         hidden = forward(model, enter(model, np.zeros(tokens, np.int32), position))
         rows_out = logits(model, hidden.rows(min(tokens, MAX_FEW_ROWS)))

@@ -1,12 +1,15 @@
-"""The oracle of the attention kernels: float64 over plain cells, no pages, no splits; and caches laid out in poisoned pools."""
+"""The oracle of the attention kernels: float64 over decoded cells, no pages, no splits; and caches laid out in poisoned pools."""
 
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from rollkv.backend import PageFormat, PageRun
-from rollkv.config import LayerConfig, RopeConfig
+from rollkv import kv_codes
+from rollkv.backend import PageRun
+from rollkv.config import LayerConfig, PageFormat, RopeConfig
+from rollkv.kv_page import write_cells
+from rollkv.kv_types import KV_TYPES
 
 
 def make_layer(num_heads: int, num_kv_heads: int, key_dim: int, value_dim: int, sliding_window: int | None = None) -> LayerConfig:
@@ -120,15 +123,18 @@ def make_cache(
     places: str = "ring",
     first_visible: int = 0,
     seed_scale: float = 1.0,
+    given: tuple[np.ndarray, np.ndarray] | None = None,
 ) -> Cache:
-    """num_cells random cells; those before first_visible are NaN in the pools (and unused by the oracle).
+    """num_cells random cells, or the given keys and values, f32 [N, Hkv, D]; those before first_visible are NaN in the pools (and unused by the oracle).
 
     places: "ring": one pool whose slots wrap; "two": the older half in one pool, the newer in another, both wrapping; "shuffled": every page
     in a random slot of one of two pools."""
     num_pages = -(-num_cells // page.page_cells)
     shape = (num_cells, page.num_kv_heads)
-    raw_keys = encode((rng.standard_normal((*shape, page.key_dim)) * seed_scale).astype(np.float32), page.key_type)
-    raw_values = encode(rng.standard_normal((*shape, page.value_dim)).astype(np.float32), page.value_type)
+    keys = (rng.standard_normal((*shape, page.key_dim)) * seed_scale).astype(np.float32)
+    values = rng.standard_normal((*shape, page.value_dim)).astype(np.float32)
+    if given is not None:
+        keys, values = given
     if places == "ring":
         slots = num_pages + int(rng.integers(0, 3))
         start = int(rng.integers(0, slots))
@@ -149,10 +155,15 @@ def make_cache(
         last = min(first + page.page_cells, num_cells)
         begin = max(first, first_visible)
         if begin < last:
-            keys, values = page_views(pools[pool][slot], page)
-            keys[:, begin - first : last - first] = raw_keys[begin:last].swapaxes(0, 1)
-            values[:, begin - first : last - first] = raw_values[begin:last].swapaxes(0, 1)
-    return Cache(page, decode(raw_keys, page.key_type), decode(raw_values, page.value_type), pools, tuple(where))
+            write_cells(pools[pool][slot], page, begin - first, keys[begin:last], values[begin:last])
+    return Cache(page, stored(keys, page.key_type), stored(values, page.value_type), pools, tuple(where))
+
+
+def stored(x: np.ndarray, name: str) -> np.ndarray:
+    """What a cache type holds of float32 rows [..., D], float64."""
+    if KV_TYPES[name].coded:
+        return kv_codes.decode(*kv_codes.encode(x, name), name, x.shape[-1]).astype(np.float64)
+    return decode(encode(x, name), name)
 
 
 def page_views(raw: np.ndarray, page: PageFormat) -> tuple[np.ndarray, np.ndarray]:

@@ -574,10 +574,10 @@ def test_wrong_shapes_are_refused() -> None:
         with pytest.raises(KernelError, match=message):
             attn_decode.attend_step(launcher, **operands)
     with pytest.raises(KernelError, match="state must be"):
-        attn_prefill.attend_tile(launcher, q, position, run, layer, page, 1.0, q, pools[0], first=True, last=True, out=q)
+        attn_prefill.attend_tile(launcher, q, position, run, layer, page, 1.0, q, first=True, last=True, out=q)
     with pytest.raises(KernelError, match="the pool must be"):
         attn_prefill.attend_tile(
-            launcher, q, position, run, layer, PageFormat(2, 64, 64, "f16", "f16", 64), 1.0, state, pools[0], first=True, last=True, out=q
+            launcher, q, position, run, layer, PageFormat(2, 64, 64, "f16", "f16", 64), 1.0, state, first=True, last=True, out=q
         )
     with pytest.raises(KernelError, match="multiple of 16"):
         attn_prefill.spec("f16", "f16", 72, 64)

@@ -13,6 +13,8 @@ from rollkv.config import DualChunk, LayerConfig, RopeConfig
 from rollkv.cuda.device import DeviceArray
 from rollkv.cuda.kernels import qkv_append, queries
 from rollkv.cuda.nvrtc import KernelError
+from rollkv.kv_codes import rotate
+from rollkv.kv_page import read_cells, write_cells
 from rollkv.rope import NUM_BANDS
 
 gpu = pytest.mark.gpu
@@ -78,6 +80,74 @@ def test_cells_are_rounded_to_nearest_and_nothing_else_changes(cuda: Any, form: 
     np.testing.assert_array_equal(cuda.read(out), q)
     for pool, wanted in zip(pools, expected, strict=True):
         np.testing.assert_array_equal(cuda.read(pool), wanted)
+
+
+# num_kv_heads, key_dim, value_dim, key_type, value_type, page_cells, key_rotated, value_rotated
+CODED = [
+    (8, 128, 128, "turbo2", "turbo2", 256, True, True),
+    (2, 128, 128, "q8_0", "q4_0", 256, False, False),
+    (3, 64, 256, "q4_0", "q8_0", 64, True, True),
+    (1, 256, 64, "turbo4", "turbo3", 32, True, True),
+    (5, 80, 16, "turbo3", "turbo4", 16, True, True),
+    (2, 96, 192, "turbo3", "turbo2", 128, True, True),
+    (3, 128, 48, "f16", "turbo3", 64, False, True),
+    (2, 16, 128, "f16", "f16", 64, True, True),
+    (1, 192, 96, "q8_0", "f16", 128, False, True),
+]
+
+
+@gpu
+@pytest.mark.parametrize("form", CODED)
+@pytest.mark.parametrize("step", [(63, 1), (61, 70)])
+def test_cells_are_coded_as_on_the_host(cuda: Any, form: tuple[Any, ...], step: tuple[int, int]) -> None:
+    """Byte for byte, in the frame of the page, as the queries are."""
+    position, num_tokens = step
+    page = PageFormat(*form)
+    rng, cells, heads = np.random.default_rng([3, *step, page.key_dim, page.value_dim]), page.page_cells, page.num_kv_heads
+    k, v = (np.clip(special_values(rng, (num_tokens, heads * dim)), -1e30, 1e30) for dim in (page.key_dim, page.value_dim))
+    k[0], v[-1] = 0, -0.0
+    first, last = position // cells, (position + num_tokens - 1) // cells
+    slots, start = last - first + 2, int(rng.integers(0, last - first + 2))
+    before = rng.integers(0, 256, (slots, page.page_bytes), np.uint8)
+    pool, at = cuda.upload("pool", before), cuda.upload("position", np.array([position], np.int32))
+    q = rng.standard_normal((num_tokens, 2 * heads * page.key_dim)).astype(np.float32)
+    layer = LayerConfig(2 * heads, heads, page.key_dim, page.value_dim, RopeConfig(dim=16, style="halves"))
+    qkv, out, alone = cuda.upload("qkv", np.concatenate([q, k, v], axis=1)), *(cuda.upload("q", np.full_like(q, np.nan)) for _ in range(2))
+    projected = Projected(qkv, layer, None, None, at.view((1, num_tokens, 0, 2), "f32"))  # nothing turns
+    cuda.append(projected, at, (PageRun(pool, slots, start, first, last + 1 - first),), page, position, 0, out)
+    cuda.queries(projected, page, 0, alone)
+
+    def in_frame(x: np.ndarray, dim: int, rotated: bool) -> np.ndarray:
+        x = x.reshape(num_tokens, -1, dim)
+        with np.errstate(over="ignore", invalid="ignore"):
+            return rotate(x) if rotated else x
+
+    keys, values = in_frame(k, page.key_dim, page.key_rotated), in_frame(v, page.value_dim, page.value_rotated)
+    for t in range(num_tokens):
+        number, cell = divmod(position + t, cells)
+        with np.errstate(over="ignore"):
+            write_cells(before[(start + number - first) % slots], page, cell, keys[t : t + 1], values[t : t + 1])
+    np.testing.assert_array_equal(cuda.read(pool), before)
+    np.testing.assert_array_equal(cuda.read(out), in_frame(q, page.key_dim, page.key_rotated).reshape(q.shape))
+    np.testing.assert_array_equal(cuda.read(alone), cuda.read(out))
+
+
+@gpu
+@pytest.mark.parametrize(("kind", "group"), [("q8_0", 32), ("q4_0", 32), ("turbo4", 128), ("turbo3", 128), ("turbo2", 128)])
+@pytest.mark.parametrize("wrong", [np.inf, -np.inf, np.nan])
+def test_what_is_not_finite_is_seen_in_its_whole_group(cuda: Any, kind: Any, group: int, wrong: float) -> None:
+    page = PageFormat(1, 256, 256, kind, kind, 16, group == 128, group == 128)
+    x = np.random.default_rng(4).standard_normal((3, 256)).astype(np.float32)
+    v = x.copy()
+    v[1, 150] = wrong
+    pool, at = cuda.upload("pool", np.zeros((1, page.page_bytes), np.uint8)), cuda.upload("position", np.zeros(1, np.int32))
+    qkv, out = cuda.upload("qkv", np.concatenate([x, x, v], axis=1)), cuda.upload("q", x)
+    projected = Projected(qkv, LayerConfig(1, 1, 256, 256, RopeConfig(16, "halves")), None, None, at.view((1, 3, 0, 2), "f32"))
+    cuda.append(projected, at, (PageRun(pool, 1, 0, 0, 1),), page, 0, 0, out)
+    keys, values = read_cells(cuda.read(pool)[0], page)
+    assert np.isfinite(keys).all()
+    first = 150 // group * group
+    assert np.argwhere(np.isnan(values[0])).tolist() == [[1, d] for d in range(first, first + group)]
 
 
 ROPES = [

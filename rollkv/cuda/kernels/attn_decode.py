@@ -8,13 +8,12 @@ import numpy as np
 from rollkv.backend import PageFormat, PageRun, PartStates, Projected
 from rollkv.config import KvType, LayerConfig
 from rollkv.cuda.device import DeviceArray, Launcher, check_array
-from rollkv.cuda.kernels.kv_format import check_projected, check_run, template_arguments
+from rollkv.cuda.kernels.kv_format import MERGED_WITHIN, check_projected, check_run, plain_arguments
 from rollkv.cuda.nvrtc import KernelError, KernelSpec
 from rollkv.rope import bands, rotations
 
 _THREADS = 128
 _MAX_HEADS = 8  # query heads that one block holds sums for
-MERGED_WITHIN = 16  # parts up to which the attention kernels merge them themselves: kMergeSums of csrc/attn_merge.cuh
 # Forms of the tensor-core kernel by head size: warps, buffers of 4 loads a lane, blocks that a multiprocessor must have room for. Few pages are bound by
 # latency and load as much of a page at once as registers hold; many are bound by memory, and smaller blocks even out what it does. At 8,192 cells of 8 x 128
 # (256 blocks) the second takes 13.4 us and the third 15.7, at 13,312 (416 blocks) 20.4 and 18.9.
@@ -75,7 +74,7 @@ def mma_shape(dim: int, group: int, num_kv_heads: int, num_parts: int) -> MmaSha
 @cache
 def spec(key_type: KvType, value_type: KvType, key_dim: int, value_dim: int, heads: int) -> KernelSpec:
     """The float32 kernel for blocks of `heads` query heads."""
-    return KernelSpec("attn_decode.cu", f"attn_decode<{template_arguments(key_type, value_type, key_dim, value_dim)}, {heads}>", early=True)
+    return KernelSpec("attn_decode.cu", f"attn_decode<{plain_arguments(key_type, value_type, key_dim, value_dim)}, {heads}>", early=True)
 
 
 @cache

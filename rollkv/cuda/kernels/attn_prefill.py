@@ -10,7 +10,7 @@ import numpy as np
 from rollkv.backend import PageFormat, PageRun
 from rollkv.config import KvType, LayerConfig
 from rollkv.cuda.device import DeviceArray, Launcher, TensorMap, check_array
-from rollkv.cuda.kernels.kv_format import check_run, template_arguments
+from rollkv.cuda.kernels.kv_format import check_run, plain_arguments
 from rollkv.cuda.nvrtc import ARCHS, KernelError, KernelSpec
 
 STATE_EXTRA = 8  # floats of state a head beside its Dv sums
@@ -130,7 +130,7 @@ def wgmma_launch_shape(dim: int, num_heads: int, num_tokens: int) -> Shape:
 @cache
 def spec(key_type: KvType, value_type: KvType, key_dim: int, value_dim: int) -> KernelSpec:
     """The float32 kernel."""
-    return KernelSpec("attn_prefill.cu", f"attn_prefill<{template_arguments(key_type, value_type, key_dim, value_dim)}>")
+    return KernelSpec("attn_prefill.cu", f"attn_prefill<{plain_arguments(key_type, value_type, key_dim, value_dim)}>")
 
 
 @cache
@@ -178,7 +178,6 @@ def attend_tile(
     page: PageFormat,
     scale: float,
     state: DeviceArray,
-    scratch: DeviceArray,
     *,
     first: bool,
     last: bool,
@@ -186,7 +185,7 @@ def attend_tile(
 ) -> None:
     """Walks the pages of `run` for T query rows; out = softmax(scale q K) V over the cells up to position[0] + t once `last` has been seen.
 
-    q: f32 [T, H*Dk]; position: i32 [1]; state: f32 [T, H*(Dv + 8)], opaque, the same from `first` to `last`; scratch: u8 [n]; out: f32 [T, H*Dv], written by
+    q: f32 [T, H*Dk]; position: i32 [1]; state: f32 [T, H*(Dv + 8)], opaque, the same from `first` to `last`; out: f32 [T, H*Dv], written by
     the last call alone. Moves attend_tile_bytes. Raises KernelError on other shapes.
     """
     num_tokens = q.shape[0]

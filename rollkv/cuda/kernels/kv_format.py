@@ -9,22 +9,39 @@ from rollkv.backend import PageFormat, PageRun, Projected
 from rollkv.config import KvType
 from rollkv.cuda.device import DeviceArray, Pointer, check_array
 from rollkv.cuda.nvrtc import KernelError
+from rollkv.kv_types import KV_TYPES
 from rollkv.rope import rotations
 
 PAGE_CELLS = (16, 32, 64, 128, 256)
 MAX_HEAD_DIM = 256
-_ELEMENTS: dict[str, str] = {"f32": "float", "f16": "Half", "bf16": "Bf16"}
+MERGED_WITHIN = 16  # parts of a decode step up to which its attention kernels merge them themselves: kMergeSums of csrc/attn_merge.cuh
+_ELEMENTS: dict[str, str] = {
+    "f32": "float", "f16": "Half", "bf16": "Bf16", "q8_0": "Q8_0", "q4_0": "Q4_0", "turbo4": "Turbo4", "turbo3": "Turbo3", "turbo2": "Turbo2"
+}  # fmt: skip
 
 
 @cache
 def template_arguments(key_type: KvType, value_type: KvType, key_dim: int, value_dim: int) -> str:
-    """ "Half, Half, 128, 128" for C++. Raises KernelError for types and head sizes that the kernels do not have."""
-    if key_type not in _ELEMENTS or value_type not in _ELEMENTS:
-        raise KernelError(f"KV pages of {key_type} keys and {value_type} values have no kernel; use f32, f16 or bf16")
-    for dim in (key_dim, value_dim):
+    """ "Half, Turbo4, 128, 128" for C++. Raises KernelError for head sizes that the kernels do not have."""
+    for dim, kind in ((key_dim, KV_TYPES[key_type]), (value_dim, KV_TYPES[value_type])):
         if dim % 16 or not 16 <= dim <= MAX_HEAD_DIM:
             raise KernelError(f"a head of {dim} elements has no attention kernel; a multiple of 16 up to {MAX_HEAD_DIM} has one")
-    return f"{_ELEMENTS[key_type]}, {_ELEMENTS[value_type]}, {key_dim}, {value_dim}"
+        if dim % kind.divisor:
+            raise KernelError(f"a head of {dim} elements cannot be held as {kind.name}; a multiple of {kind.divisor} can")
+    return f"{element(key_type)}, {element(value_type)}, {key_dim}, {value_dim}"
+
+
+@cache
+def plain_arguments(key_type: KvType, value_type: KvType, key_dim: int, value_dim: int) -> str:
+    """The same for kernels that read elements as they are. Raises KernelError for coded types too."""
+    if KV_TYPES[key_type].coded or KV_TYPES[value_type].coded:
+        raise KernelError(f"pages of {key_type} keys and {value_type} values are coded; this kernel reads f32, f16 and bf16")
+    return template_arguments(key_type, value_type, key_dim, value_dim)
+
+
+def element(kind: KvType) -> str:
+    """The C++ tag of a type."""
+    return _ELEMENTS[kind]
 
 
 def check_run(kernel: str, run: PageRun, page: PageFormat) -> DeviceArray:

@@ -34,7 +34,14 @@ def spec(key_type: KvType, value_type: KvType, key_dim: int, value_dim: int) -> 
 
 
 def instances() -> tuple[KernelSpec, ...]:
-    return spec("f16", "f16", 128, 128), spec("f32", "bf16", 80, 64), spec("bf16", "f32", 16, 256)
+    return (
+        spec("f16", "f16", 128, 128),
+        spec("f32", "bf16", 80, 64),
+        spec("bf16", "f32", 16, 256),
+        spec("q8_0", "q4_0", 128, 128),
+        spec("turbo4", "turbo3", 256, 80),
+        spec("turbo2", "turbo2", 128, 128),
+    )
 
 
 def qkv_append_bytes(num_tokens: int, layer: LayerConfig, page: PageFormat) -> int:
@@ -54,7 +61,7 @@ def qkv_append(
     q: DeviceArray,
 ) -> None:
     """Finishes `projected` as backend.Projected says: queries, as for pages of that band, into q, f32 [T, H*Dk], cells position[0] + t into the pages of
-    `runs`, rounded to nearest, ties to even.
+    `runs`, rounded to nearest, ties to even, or coded as by kv_codes.encode; all in the frame of the pages.
 
     position: i32 [1], the cell of row 0, which is first_position. The runs lie in order and cover all cells. One launch a run. Reads and
     writes qkv_append_bytes. Raises KernelError on other shapes, or when the runs leave a cell out.
@@ -67,7 +74,11 @@ def qkv_append(
     _check_cover(runs, page, first_position, num_tokens)
     shape = launch_shape(num_tokens, layer.num_heads, page.num_kv_heads)
     kernel = spec(page.key_type, page.value_type, page.key_dim, page.value_dim)
-    heads = *map(np.int32, (layer.num_heads, page.num_kv_heads, page.page_cells)), *turns
+    heads = (
+        *map(np.int32, (layer.num_heads, page.num_kv_heads, page.page_cells)),
+        *turns,
+        *map(np.int32, (page.key_rotated, page.value_rotated)),
+    )
     for run in runs:
         launcher.launch(
             kernel,

@@ -1,4 +1,4 @@
-"""A step's queries for another band of pages: norm and rotation (csrc/queries.cu)."""
+"""A step's queries for another band of pages: norm and turn (csrc/queries.cu)."""
 
 from functools import cache
 from typing import NamedTuple
@@ -41,7 +41,7 @@ def queries_bytes(num_tokens: int, num_heads: int, key_dim: int) -> int:
 
 
 def queries(launcher: Launcher, projected: Projected, page: PageFormat, band: int, q: DeviceArray) -> None:
-    """Norms the queries of `projected` and turns them as for pages of that band into q, f32 [T, H*Dk], in the bits of qkv_append.
+    """Norms the queries of `projected` and turns them as for pages of that band into q, f32 [T, H*Dk], in their frame: in the bits of qkv_append.
 
     Reads and writes queries_bytes. Raises KernelError on other shapes.
     """
@@ -55,6 +55,6 @@ def queries(launcher: Launcher, projected: Projected, page: PageFormat, band: in
     if norm is not None:
         check_array("queries", "norm", norm.weight, (dim,), "f32")
     shape = launch_shape(num_tokens, layer.num_heads)
-    sizes = map(np.int32, (columns, layer.num_heads, pairs, layer.rope.style == "interleaved"))
+    sizes = map(np.int32, (columns, layer.num_heads, pairs, layer.rope.style == "interleaved", page.key_rotated))
     weight, eps = (Pointer(0), 0.0) if norm is None else (Pointer(norm.weight.ptr), norm.eps)
     launcher.launch(spec(dim), shape.grid, shape.threads, projected.qkv, weight, projected.table.rows(1, band), q, *sizes, np.float32(eps))

@@ -55,18 +55,19 @@ def choose_form(page: PageFormat, group: int, num_bands: int, num_parts: int, ar
     units = max(page.page_cells // _UNIT_CELLS, 1)
     blocks = -(-group // _MAX_HEADS) * page.num_kv_heads * (1 << (num_parts - 1).bit_length())
     types, wide = {page.key_type, page.value_type}, max(page.key_dim, page.value_dim) > 128
+    mixed = len(types) > 1  # takes more registers
     if num_parts <= MERGED_WITHIN:
         form = Form(8, 1, 16, 1, few=True)
     elif wide and "f16" in types:
         form = Form(8, 1, 16, 1)
-    elif wide or blocks <= _SOME_BLOCKS:
+    elif wide:
+        form = Form(8, 1, 4 if mixed else 8, 2)
+    elif blocks <= _SOME_BLOCKS or ("f16" in types and mixed):
         form = Form(8, 1, 8, 2)
     elif types & set(_TABLED):
-        form = Form(8, 1, 8, 2) if "f16" in types else Form(4, 4, 8, 1)
-    elif "f16" in types:
-        form = Form(4, 1, 8, 3)
+        form = Form(4, 4, 8, 1)
     else:
-        form = Form(4, 1, 8, 4)
+        form = Form(4, 1, 8, 3 if mixed or "f16" in types else 4)
     form = form._replace(warps=min(form.warps, units))
     while shared_bytes(page, form, num_bands) > _SHARED_KIB.get(arch, 227) << 10:
         form = form._replace(teams=form.teams // 2) if form.teams > 1 else form._replace(warps=form.warps // 2)

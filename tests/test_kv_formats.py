@@ -13,6 +13,7 @@ from rollkv.roofline import Bandwidths
 from rollkv.stream_plan import RingShape
 from rollkv.tasks.ladder import largest_tail, tail_page_bytes
 from rollkv.ubatch import shrunk_words
+from rollkv.units import MIB
 from rollkv.workspace import lent_to_unpack, workspace_arrays
 
 
@@ -155,6 +156,15 @@ def test_what_leaves_as_it_is_needs_no_outgoing_pages() -> None:
         assert budget.outgoing_slots == 0 and "outgoing pages" not in dict(budget.device)
     resident = planned(cache("f16", "f16", "q8_0", "q8_0"))
     assert resident.outgoing_slots == 0 and not resident.spills
+
+
+def test_nothing_is_recoded_for_the_sake_of_speed() -> None:
+    """A step with a tail of fewer bits behind a link as fast would read less than the resident one."""
+    asked = replace(cache("f16", "f16", "turbo2", "turbo2"), ctx_size=1 << 16)
+    resident = planned(replace(asked, residency="full")).total_bytes
+    for cap, fits in ((resident, True), (resident - 32 * MIB, False)):
+        budget = plan_budget(FIVE, asked, {}, {}, cap_bytes=cap, rates=Bandwidths(1000e9, 1000e9))
+        assert budget.spills != fits and budget.window_pages > 200
 
 
 def test_no_more_outgoing_pages_than_ever_leave() -> None:

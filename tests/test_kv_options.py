@@ -157,8 +157,9 @@ def test_a_rehearsal_meets_every_format_that_a_run_does(tail: object, protect: i
     run, rehearsal = Formats(), Formats()
     with engines.host_engine(TINY, cache, backend=run) as engine:
         engine.prefill(list(range(60)))
-        for token in range(20):
+        for token in range(18):
             engine.decode(token)
+        engine.prefill([1, 2])
     with open_model(TINY) as file, np.errstate(over="ignore", invalid="ignore"):  # what a rehearsal computes with is no model
         rehearse(rehearsal, model_config(file), replace(cache), file.tensors)
     assert rehearsal.seen == run.seen

@@ -91,8 +91,10 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     assert main([*command]) == 0
     text = capsys.readouterr().out
     assert text.count("\nlossy ") == 8 and text.count("\nexact ") == 1 and "(the default)" in text
-    assert main([*command, "-o", "json"]) == 0
-    found = json.loads(capsys.readouterr().out)["ways"]
+    assert main([*command, "-v", "-o", "json"]) == 0
+    said = capsys.readouterr()
+    assert "link: " in said.err
+    found = json.loads(said.out)["ways"]
     assert [way["exact"] for way in found].count(True) == 1 and {"cache_type_k", "options", "budget"} <= found[0].keys()
     assert main([*command[:5], "--vram-target", "24GiB", "--suggest"]) == 0
     assert "Every f16 cell fits" in capsys.readouterr().out

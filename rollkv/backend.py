@@ -366,9 +366,11 @@ class Backend(Protocol):
         out: Operand,
     ) -> None:
         """Decode, T = 1: does what `append` does, if the runs hold the page of cell position[0], and attends to the pages of the runs: one, or two that
-        follow each other, each with the query of its band. The last part is the page of cell position[0]. A step calls it for all of its pages from old to new; the call whose runs hold the last part merges all of them into out,
-        f32 [1, H*Dv]. Visible cells end at position[0] and, with layer.sliding_window = W, begin at position[0] - W + 1; a page without a visible cell
-        gives the state (0, -inf). The runs of one call are of one format, those of a step may be of two that are rotated alike. Bits depend on the number of parts, not on how pages are divided into runs. A single part needs no state."""
+        follow each other, each with the query of its band. The last part is the page of cell position[0]. A step calls it for all of its pages from old
+        to new; the call whose runs hold the last part merges all of them into out, f32 [1, H*Dv]. Visible cells end at position[0] and, with
+        layer.sliding_window = W, begin at position[0] - W + 1; a page without a visible cell gives the state (0, -inf). The runs of one call are of one
+        format, those of a step may be of two that are rotated alike. Bits depend on the number of parts, not on how pages are divided into runs. A
+        single part needs no state."""
         ...
 
     def attend_tile(

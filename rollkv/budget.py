@@ -230,7 +230,8 @@ class _Planner:
         resident = resident_cost(self._traffic, self.rates).seconds
         tails = np.maximum(total - plans.window_pages, 1)
         streamed = streamed_cost(self._traffic, self.rates, tails, plans.num_slots, np.maximum(plans.slot_pages, 1)).seconds
-        seconds = np.where(plans.window_pages < total, streamed, resident)
+        # A tail of fewer bits is read faster than a window, but what fits into the window is not given up for that.
+        seconds = np.where(plans.window_pages < total, np.maximum(streamed, resident), resident)
         row = choose(plans.window_pages, sizes, seconds, sizes.max() if self.cap_bytes is None else self.cap_bytes)
         if row is None:  # ring and fresh pages may shrink as the window grows: the smallest plan need not have the smallest window
             row = int(np.argmin(sizes))

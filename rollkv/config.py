@@ -94,8 +94,8 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class PageFormat:
-    """One page of one layer: [K then V][Hkv], and for a KV head [P][D] plain numbers, or codes [P][code_bytes] and scales f16 [P][D / group]. The same
-    bytes wherever the page lies."""
+    """One page of one layer: [K then V][Hkv], and for a KV head [P][D] plain numbers, or words of codes u32 [P/4][words][4 cells] and scales f16
+    [P/4][D / group][4 cells]. The same bytes wherever the page lies."""
 
     num_kv_heads: int
     key_dim: int

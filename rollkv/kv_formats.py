@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from rollkv.config import CacheConfig, KvType, LayerConfig, ModelConfig, PageFormat
 from rollkv.errors import UsageError
-from rollkv.kv_types import KV_TYPES
+from rollkv.kv_types import CELLS_TOGETHER, KV_TYPES
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,15 @@ def check_kv_types(config: ModelConfig, cache: CacheConfig) -> None:
             raise UsageError(f"{option} concerns types below 16 bits, and {plain} has none; leave it out, or give one of {_coded_names()}")
     elif 2 * cache.protect_layers >= config.num_layers:
         raise UsageError(
-            f"--kv-protect {cache.protect_layers} leaves none of the {config.num_layers} layers in the types asked for; give less than {config.num_layers / 2:g}"
+            f"--kv-protect {cache.protect_layers} leaves none of the {config.num_layers} layers in the types asked for; give at most {(config.num_layers - 1) // 2}"
         )
     _check_pairs(cache)
+    if cache.lossy and cache.page_cells % CELLS_TOGETHER:
+        raise UsageError(f"page_cells {cache.page_cells}: types below 16 bits want a multiple of {CELLS_TOGETHER}")
+    if cache.recodes and all(layer.sliding_window is not None for layer in config.layers):
+        raise UsageError(
+            "--cache-type-tail-k, -v: all layers of this model have sliding windows, so no cell ever leaves VRAM; leave them out"
+        )
     for layer, (keys, values) in zip(config.layers, _kept(config, cache), strict=True):
         for letter, dim, kept in (("k", layer.key_dim, keys), ("v", layer.value_dim, values)):
             _check_size(f"--cache-type-{letter}", dim, kept.window)
@@ -100,8 +106,9 @@ def _check_size(option: str, dim: int, name: KvType) -> None:
 def _check_tail(letter: str, dim: int, kept: _Kept) -> None:
     if kept.tail == kept.window:
         return
-    if not KV_TYPES[kept.tail].coded or KV_TYPES[kept.tail].bits(dim) > KV_TYPES[kept.window].bits(dim):
-        narrower = [n for n, kind in KV_TYPES.items() if kind.coded and kind.bits(dim) < KV_TYPES[kept.window].bits(dim)]
+    if not KV_TYPES[kept.tail].coded or KV_TYPES[kept.tail].bits(dim) >= KV_TYPES[kept.window].bits(dim):
+        of_coded = kept.window == "f16" or KV_TYPES[kept.window].coded  # which other plain types do not go with
+        narrower = [n for n, kind in KV_TYPES.items() if of_coded and kind.coded and kind.bits(dim) < KV_TYPES[kept.window].bits(dim)]
         raise UsageError(
             f"--cache-type-tail-{letter} {kept.tail}: what leaves a window of {kept.window} can only be held in fewer bits; "
             f"choose {' or '.join(narrower) if narrower else kept.window}, or leave it out"

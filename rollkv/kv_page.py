@@ -4,10 +4,9 @@ import numpy as np
 
 from rollkv.config import PageFormat
 from rollkv.kv_codes import decode, encode
-from rollkv.kv_types import KV_TYPES
+from rollkv.kv_types import CELLS_TOGETHER, KV_TYPES
 from rollkv.reference import from_bf16_bits, to_bf16_bits
 
-_TOGETHER = 4  # cells of a coded type whose words lie side by side, and whose scales do
 _PLAIN = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16}
 
 
@@ -23,7 +22,7 @@ def _write(part: np.ndarray, page: PageFormat, name: str, first_cell: int, x: np
     at = np.arange(first_cell, first_cell + x.shape[1])
     if KV_TYPES[name].coded:
         for array, rows in zip(_coded(part, page, name, x.shape[2]), encode(x, name), strict=True):
-            array[:, at // _TOGETHER, :, at % _TOGETHER] = rows.swapaxes(0, 1)
+            array[:, at // CELLS_TOGETHER, :, at % CELLS_TOGETHER] = rows.swapaxes(0, 1)
     else:
         _plain(part, page, name, x.shape[2])[:, at] = to_bf16_bits(x) if name == "bf16" else x
 
@@ -76,5 +75,5 @@ def _coded(part: np.ndarray, page: PageFormat, name: str, dim: int) -> tuple[np.
     """Views of one side of a page: words of codes uint32 [Hkv, P/4, words, 4 cells] and scales float16 [Hkv, P/4, scales, 4 cells]."""
     kind, heads, cells = KV_TYPES[name], page.num_kv_heads, page.page_cells
     codes, scales = np.split(part.reshape(heads, -1), [cells * kind.code_bytes(dim)], axis=1)
-    shape = heads, cells // _TOGETHER, -1, _TOGETHER
+    shape = heads, cells // CELLS_TOGETHER, -1, CELLS_TOGETHER
     return codes.view("<u4").reshape(shape), scales.view(np.float16).reshape(shape)

@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 MAX_ROTATION = 128  # elements that are rotated together at most
 SCALE_BYTES = 2
+CELLS_TOGETHER = 4  # cells of a coded type whose words lie side by side in a page, and whose scales do
 _WORD_BITS = 32
 
 

@@ -13,6 +13,7 @@ from rollkv.roofline import Bandwidths
 from rollkv.stream_plan import RingShape
 from rollkv.tasks.ladder import largest_tail, tail_page_bytes
 from rollkv.ubatch import shrunk_words
+from rollkv.units import MIB
 from rollkv.workspace import lent_to_unpack, workspace_arrays
 
 
@@ -96,10 +97,13 @@ def test_a_layer_that_never_spills_has_no_tail_type() -> None:
         (FIVE, cache("f16", "turbo4", None, "q4_0"), ["--cache-type-tail-v q4_0", "a window of turbo4", "turbo3 or turbo2"]),
         (FIVE, cache("q8_0", "q8_0", "f16"), ["--cache-type-tail-k f16", "a window of q8_0"]),
         (FIVE, cache("f16", "turbo2", None, "turbo3"), ["--cache-type-tail-v turbo3", "choose turbo2"]),
-        (FIVE, cache("f32", "f32", "f16", "f16"), ["--cache-type-tail-k f16", "a window of f32"]),
+        (FIVE, cache("f32", "f32", "f16", "f16"), ["--cache-type-tail-k f16", "a window of f32", "choose f32, or leave"]),
+        (model((32, 32)), cache("q4_0", "f16", "turbo4"), ["--cache-type-tail-k turbo4", "a window of q4_0", "choose turbo3 or turbo2"]),
+        (model((128, 128), sliding=(0,)), cache("f16", "f16", "q8_0"), ["--cache-type-tail-k", "sliding windows", "leave them out"]),
+        (FIVE, replace(cache("q8_0", "f16"), page_cells=10), ["page_cells 10", "multiple of 4"]),
         (FIVE, cache("f16", "f16", kv_rotate=True), ["--kv-rotate", "KV f16/f16", "q8_0"]),
         (FIVE, cache("f16", "bf16", protect_layers=2), ["--kv-protect 2", "KV f16/bf16"]),
-        (FIVE, cache("q8_0", "q8_0", protect_layers=3), ["--kv-protect 3", "none of the 5 layers", "less than 2.5"]),
+        (FIVE, cache("q8_0", "q8_0", protect_layers=3), ["--kv-protect 3", "none of the 5 layers", "at most 2"]),
     ],
 )  # fmt: skip
 def test_what_cannot_be_had_is_refused_in_one_line(config: ModelConfig, asked: CacheConfig, words: list[str]) -> None:
@@ -155,6 +159,15 @@ def test_what_leaves_as_it_is_needs_no_outgoing_pages() -> None:
         assert budget.outgoing_slots == 0 and "outgoing pages" not in dict(budget.device)
     resident = planned(cache("f16", "f16", "q8_0", "q8_0"))
     assert resident.outgoing_slots == 0 and not resident.spills
+
+
+def test_nothing_is_recoded_for_the_sake_of_speed() -> None:
+    """A step with a tail of fewer bits behind a link as fast would read less than the resident one."""
+    asked = replace(cache("f16", "f16", "turbo2", "turbo2"), ctx_size=1 << 16)
+    resident = planned(replace(asked, residency="full")).total_bytes
+    for cap, fits in ((resident, True), (resident - 32 * MIB, False)):
+        budget = plan_budget(FIVE, asked, {}, {}, cap_bytes=cap, rates=Bandwidths(1000e9, 1000e9))
+        assert budget.spills != fits and budget.window_pages > 200
 
 
 def test_no_more_outgoing_pages_than_ever_leave() -> None:

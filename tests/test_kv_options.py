@@ -114,6 +114,15 @@ def test_refusals(
     assert out.out == "" and words in out.err and out.err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    "command", [("generate", "--prompt-ids", "1", "--backend", "host"), ("plan", "-c", 1000), ("needle", "--backend", "host")]
+)
+def test_what_never_leaves_has_no_type_of_its_own(capsys: pytest.CaptureFixture[str], no_gpu: None, command: tuple[object, ...]) -> None:
+    assert rollkv(command[0], "-m", TINY, *command[1:], "--residency", "full", "--cache-type-tail-k", "q8_0") == 2
+    out = capsys.readouterr()
+    assert out.out == "" and "--residency full keeps every cell in VRAM" in out.err and out.err.count("\n") == 1
+
+
 def test_the_library_takes_them_too() -> None:
     kept = {"cache_type_k": "q8_0", "cache_type_v": "f16", "cache_type_tail_v": "turbo2", "kv_rotate": True, "kv_protect": 1}
     with load(TINY, backend="host", ctx_size=300, window_cells=256, residency="window", **kept) as model:  # type: ignore[arg-type]
@@ -157,8 +166,9 @@ def test_a_rehearsal_meets_every_format_that_a_run_does(tail: object, protect: i
     run, rehearsal = Formats(), Formats()
     with engines.host_engine(TINY, cache, backend=run) as engine:
         engine.prefill(list(range(60)))
-        for token in range(20):
+        for token in range(18):
             engine.decode(token)
+        engine.prefill([1, 2])
     with open_model(TINY) as file, np.errstate(over="ignore", invalid="ignore"):  # what a rehearsal computes with is no model
         rehearse(rehearsal, model_config(file), replace(cache), file.tensors)
     assert rehearsal.seen == run.seen

@@ -534,7 +534,11 @@ def test_limits_that_are_given_judge_lossy_types(capsys: pytest.CaptureFixture[s
     code, out, err = lossy(capsys, *pair, "--max-nmse", 1e-6)
     assert code == 1 and "KV q4_0/f16 rotated, first and last layer f16 (lossy): NMSE" in err and "FAILED" in out
     code, out, err = lossy(capsys, *pair)
-    assert code == 0 and "not judged" in out and "verdict: none: 1 lossy ones are not judged without --max-kld" in out
+    assert code == 0 and "not judged" in out and "verdict: none: 1 of 1 not judged without --max-kld" in out
+    code, out, _ = lossy(capsys, "--cache-type-k", "q8_0,f16,q8_0", "--cache-type-v", "f16,f16,q8_0", "--windows", "1page")
+    assert code == 0 and "equivalent: 1 of 1 candidates keep their limits; 2 of 3 not judged without --max-kld" in out, (
+        "nor is what loses less"
+    )
 
 
 def test_windows_of_lossy_types_are_equal_to_the_resident_run(capsys: pytest.CaptureFixture[str]) -> None:
@@ -547,7 +551,7 @@ def test_types_of_the_tail_are_those_of_windows(capsys: pytest.CaptureFixture[st
     tail = ("--cache-type-tail-k", "q8_0", "--cache-type-tail-v", "turbo4")
     code, out, _ = lossy(capsys, *tail, "--windows", "1page")
     assert code == 0 and "reference: resident, KV f16/f16, host backend" in out
-    assert "window 1page (1 of 3 pages), KV f16/f16, tail q8_0/turbo4 (lossy)" in out and "verdict: none: 1 lossy" in out
+    assert "window 1page (1 of 3 pages), KV f16/f16, tail q8_0/turbo4 (lossy)" in out and "verdict: none: 1 of 1 not judged" in out
     code, out, _ = lossy(capsys, *tail, "--cache-type-k", "f16,q8_0", "--cache-type-v", "f16", "-o", "json")
     labels = [row["candidate"] for row in json.loads(out)["rows"]]
     assert labels[-1] == "KV q8_0/f16 (lossy)" and sum("tail q8_0/turbo4" in label for label in labels) == 3, "the windows of old"

@@ -52,6 +52,25 @@ def test_ways_that_do_not_fit_are_left_out() -> None:
         ways_to_fit(CacheConfig(4096), lambda cache: make(replace(cache, key_type="f16")))
 
 
+def test_layers_are_protected_in_lossy_ways_alone() -> None:
+    found = ways_to_fit(CacheConfig(65536, protect_layers=2), lambda cache: plan(MODEL, cache, vram_target=12 * GIB))
+    assert len(found) == 9 and [way.options for way in found if way.exact] == [""]
+    assert all(way.cache.protect_layers == 2 and way.options.endswith(" --kv-protect 2") for way in found if not way.exact)
+
+
+def test_a_narrower_tail_may_fit_where_one_of_f16_does_not() -> None:
+    """Host memory has room for half of it."""
+
+    def make(cache: CacheConfig) -> Budget:
+        budget = plan(MODEL, cache, vram_target=12 * GIB)
+        if budget.host_tail_bytes > 4 * GIB:
+            raise OutOfMemoryError("too large a tail")
+        return budget
+
+    found = ways_to_fit(CacheConfig(65536), make)
+    assert not any(way.exact for way in found) and any(way.cache.recodes for way in found)
+
+
 def options(text: str) -> dict[str, Any]:
     """What `generate` would make of the options of a way."""
     words = text.split()
@@ -72,8 +91,10 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     assert main([*command]) == 0
     text = capsys.readouterr().out
     assert text.count("\nlossy ") == 8 and text.count("\nexact ") == 1 and "(the default)" in text
-    assert main([*command, "-o", "json"]) == 0
-    found = json.loads(capsys.readouterr().out)["ways"]
+    assert main([*command, "-v", "-o", "json"]) == 0
+    said = capsys.readouterr()
+    assert "link: " in said.err
+    found = json.loads(said.out)["ways"]
     assert [way["exact"] for way in found].count(True) == 1 and {"cache_type_k", "options", "budget"} <= found[0].keys()
     assert main([*command[:5], "--vram-target", "24GiB", "--suggest"]) == 0
     assert "Every f16 cell fits" in capsys.readouterr().out
@@ -86,6 +107,8 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
         (("--vram-target", "12GiB", "--cache-type-k", "q8_0"), "leave --cache-type-"),
         (("--vram-target", "12GiB", "--window", "4096"), "leave --cache-type-"),
         (("--vram-target", "1GiB"), "too small"),
+        (("--vram-target", "12GiB", "--kv-protect", "99"), "--kv-protect 99 leaves none of the 36 layers"),
+        (("--vram-target", "12GiB", "--kv-protect", "-1"), "--kv-protect -1"),
     ],
 )
 def test_refusals_are_one_line(more: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]) -> None:

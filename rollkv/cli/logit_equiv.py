@@ -191,8 +191,8 @@ def _verdict(rows: "list[EquivRow]", part_seen: str, complete: bool) -> str:
     judged = sum(row.judged for row in rows)
     kept = f"{judged} of {judged} candidates keep their limits{part_seen}"
     if judged < len(rows):
-        lossy = f"{len(rows) - judged} lossy ones are not judged without --max-kld, --max-nmse or --min-top1"
-        kept = f"{kept}; {lossy}" if judged else f"{lossy}{part_seen}"
+        others = f"{len(rows) - judged} of {len(rows)} not judged without --max-kld, --max-nmse or --min-top1"
+        kept = f"{kept}; {others}" if judged else f"{others}{part_seen}"
     if not complete:
         return f"none, cut short: {kept} so far"
     return f"equivalent: {kept}" if judged else f"none: {kept}"

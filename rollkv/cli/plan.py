@@ -96,6 +96,8 @@ def plan(
             report.write_json({**facts, "ways": [{**kv_facts(way.cache), **way.as_dict()} for way in ways]})
         else:
             report.write_text(f"{path}, {cache.ctx_size} cells, {dual_chunk.short_words(config)}, cap {format_size(cap)}\n{_table(ways)}\n")
+        if verbose:
+            report.note(report.link_line(rates, link))
         return
     budget = make(cache)
     if (words := shrunk_words(cache, config, budget)) is not None:

@@ -127,7 +127,12 @@ def cache_config(
     rows, smallest = (DEFAULT_UBATCH, SMALLEST_UBATCH) if ubatch is None else (ubatch, None)
     types = cache_type_k, cache_type_v
     kept = cache_type_tail_k, cache_type_tail_v, kv_rotate, kv_protect
-    return CacheConfig(ctx_size, page_cells, *types, rows, residency, window_cells, smallest, *kept)  # type: ignore[arg-type]
+    cache = CacheConfig(ctx_size, page_cells, *types, rows, residency, window_cells, smallest, *kept)  # type: ignore[arg-type]
+    if residency == "full" and cache.recodes:
+        raise UsageError(
+            "--residency full keeps every cell in VRAM and --cache-type-tail-k and -v are for those that leave it; give one of them"
+        )
+    return cache
 
 
 def dual_chunk_request(

@@ -6,7 +6,7 @@ from typing import Any
 
 from rollkv.budget import Budget
 from rollkv.config import CacheConfig
-from rollkv.errors import OutOfMemoryError, UsageError
+from rollkv.errors import OutOfMemoryError, RollkvError, UsageError
 
 # What `rollkv generate` is asked for, beside the default; then the fields of CacheConfig that say it. Keys need more bits than values.
 _KINDS: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -47,28 +47,27 @@ class Way:
 
 
 def ways_to_fit(cache: CacheConfig, make: MakeBudget) -> tuple[Way, ...]:
-    """Those that fit, the fastest first and an exact one before a lossy one of its speed. cache: f16, as large a window as the cap allows; make: the
-    budget under the cap, with the errors of run_budget.
+    """Those that fit, the fastest first and an exact one before a lossy one of its speed. cache: f16, as large a window as the cap allows, and the layers
+    that lossy ways protect; make: the budget under the cap, with the errors of run_budget.
 
-    Raises OutOfMemoryError, that of the exact way, when none fits.
+    Raises OutOfMemoryError or UsageError, that of the exact way, when none fits; that of the first lossy way, when layers are to be protected and none does.
     """
     found: list[Way] = []
-    refusal: OutOfMemoryError | None = None
+    refused: list[RollkvError] = []
     for options, asked in _kinds(cache):
         try:
             found.append(Way(options, asked, make(asked)))
-        except OutOfMemoryError as error:
-            refusal = refusal or error
-        except UsageError:  # heads that the type cannot hold
-            continue
-    if not found:
-        assert refusal is not None
-        raise refusal
-    spills = any(way.exact and way.budget.spills for way in found)
-    useful = [way for way in found if spills or not way.cache.recodes]  # without a tail its type says nothing
+        except (OutOfMemoryError, UsageError) as error:  # UsageError: heads that the type cannot hold, for one
+            refused.append(error)
+    if not found or (cache.protect_layers and all(way.exact for way in found)):
+        raise refused[0]
+    useful = [way for way in found if way.budget.spills or not way.cache.recodes]  # without a tail its type says nothing
     return tuple(sorted(useful, key=lambda way: (-way.tokens_per_second, not way.exact)))
 
 
 def _kinds(cache: CacheConfig) -> Iterator[tuple[str, CacheConfig]]:
+    """The options of every way, and what they ask for. The exact one has no layer to protect."""
+    protection = f" --kv-protect {cache.protect_layers}" if cache.protect_layers else ""
     for options, fields in _KINDS:
-        yield options, replace(cache, **fields)
+        asked = replace(cache, **fields)
+        yield (options + protection, asked) if asked.lossy else (options, replace(asked, protect_layers=0))

@@ -1,6 +1,8 @@
 """A decode step's attention to coded pages: a partial state per page (csrc/attn_decode_coded.cu)."""
 
+from dataclasses import replace
 from functools import cache
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -9,7 +11,7 @@ from rollkv.backend import PageRun, PartStates
 from rollkv.config import KvType, LayerConfig, PageFormat
 from rollkv.cuda.device import DeviceArray, Launcher, check_array
 from rollkv.cuda.kernels.kv_format import MERGED_WITHIN, check_run, template_arguments
-from rollkv.cuda.nvrtc import KernelError, KernelSpec
+from rollkv.cuda.nvrtc import ARCHS, KernelError, KernelSpec
 from rollkv.kv_types import KV_TYPES, SCALE_BYTES
 from rollkv.rope import bands, query_bands
 
@@ -65,7 +67,9 @@ def choose_form(page: PageFormat, group: int, num_bands: int, num_parts: int, ar
     elif blocks <= _SOME_BLOCKS or ("f16" in types and mixed):
         form = Form(8, 1, 8, 2)
     elif types & set(_TABLED):
-        form = Form(4, 4, 8, 1)
+        form = (
+            Form(4, 2, 8, 1) if int(arch[3:].rstrip("a")) >= 100 else Form(4, 4, 8, 1)
+        )  # 128 registers a thread do not suffice on newer chips
     else:
         form = Form(4, 1, 8, 3 if mixed or "f16" in types else 4)
     form = form._replace(warps=min(form.warps, units))
@@ -123,7 +127,10 @@ def instances() -> tuple[KernelSpec, ...]:
     pages = [PageFormat(8, 128, 128, *pair, 256) for pair in pairs]
     pages += [PageFormat(8, dim, dim, name, name, 256) for name in coded for dim in (64, 128, 256)]
     pages += [PageFormat(8, 80, 112, "turbo3", "turbo2", 64), PageFormat(8, 192, 48, "f16", "turbo3", 16)]
-    return tuple(dict.fromkeys(spec(page, choose_form(page, 5, 1, parts, "sm_90a")) for page in pages for parts in (1, 32, 512)))
+    archs: dict[KernelSpec, list[str]] = {}  # that choose it
+    for arch, page, parts in product(ARCHS, pages, (1, 32, 512)):
+        archs.setdefault(spec(page, choose_form(page, 5, 1, parts, arch)), []).append(arch)
+    return tuple(replace(one, archs=tuple(dict.fromkeys(where))) for one, where in archs.items())
 
 
 def attend_coded_bytes(num_cells: int, num_parts: int, layer: LayerConfig, page: PageFormat) -> int:

@@ -148,6 +148,13 @@ def test_other_types_are_near_and_not_equal():
     assert not any(row.passed for row in rows)
 
 
+def test_the_same_types_once_more_are_equal():
+    (same,) = equiv_specs.other_specs(RESIDENT, [RESIDENT.cache.key_type] * 2, [RESIDENT.cache.value_type], ["host"])
+    assert same.same_sums and same.judged and same.cache == RESIDENT.cache
+    (row,) = run("llama", (same,))
+    assert row.passed and row.limits == Limits(bit_equal=True)
+
+
 def test_a_reference_that_is_not_finite_is_no_reference():
     with pytest.raises(CheckFailed, match="reference.*not finite"):
         with equiv.record_reference(

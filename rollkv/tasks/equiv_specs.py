@@ -115,10 +115,11 @@ def other_specs(
     keys, values = (list(types) * (count if len(types) == 1 else 1) for types in (key_types, value_types))
     full = replace(asked or reference.cache, residency=reference.cache.residency)
     typed = [in_types(full, key, value) for key, value in zip(keys[1:], values[1:], strict=True)]
-    specs = [
-        replace(reference, label=kv_words(cache), cache=cache, same_sums=False, judged=not (cache.lossy or reference.cache.lossy))
-        for cache in typed
-    ]
+    specs = []
+    for cache in typed:
+        same = cache == reference.cache
+        judged = same or not (cache.lossy or reference.cache.lossy)
+        specs.append(replace(reference, label=kv_words(cache), cache=cache, same_sums=same, judged=judged))
     specs += [replace(reference, label=f"backend {name}", backend=name, same_sums=False) for name in backends[1:]]  # type: ignore[arg-type]
     specs += [replace(reference, label=short_words(config), config=config, same_sums=False) for config in configs[1:]]
     return tuple(specs)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from rollkv.config import CacheConfig
 from rollkv.errors import UsageError
+from rollkv.kv_formats import kv_words
 from rollkv.synth_shapes import is_spec
 
 LLAMA_BENCH = "llama-bench"
@@ -101,9 +102,8 @@ def run_peer(
 ) -> PeerResult:
     """Runs the tests one after the other, up to the first that fails. Raises nothing of the peer's making."""
     result = PeerResult(setup, tests, repetitions)
-    unknown = [name for name in dict.fromkeys((cache.key_type, cache.value_type)) if name not in _KNOWN_TYPES]
-    if unknown:
-        return PeerResult(setup, tests, repetitions, failure=f"{LLAMA_BENCH} has no cache of type {' or '.join(unknown)}")
+    if any(name not in _KNOWN_TYPES for name in cache.types) or cache.recodes or cache.kv_rotate or cache.protect_layers:
+        return PeerResult(setup, tests, repetitions, failure=f"{LLAMA_BENCH} has no cache like {kv_words(cache)}")
     for test in tests:
         arguments = _arguments(peer, setup, test, repetitions, cache)
         try:

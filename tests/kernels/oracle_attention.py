@@ -1,5 +1,6 @@
 """The oracle of the attention kernels: float64 over decoded cells, no pages, no splits; and caches laid out in poisoned pools."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -175,3 +176,29 @@ def page_views(raw: np.ndarray, page: PageFormat) -> tuple[np.ndarray, np.ndarra
 def relative_error(x: np.ndarray, exact: np.ndarray) -> float:
     """|x - exact| / |exact| over all elements."""
     return float(np.linalg.norm(np.asarray(x, np.float64) - exact) / np.linalg.norm(exact))
+
+
+def check_parts(
+    cache: Cache,
+    part_out: np.ndarray,
+    part_lse: np.ndarray,
+    q: np.ndarray,
+    scale: float,
+    sliding_window: int | None,
+    close: Callable[..., None],
+) -> None:
+    """A step's state of every page against the cells of that page, by close(out, *operands of attend, lse=lse): (0, -inf) where none is visible. A step of a
+    single page has none. q float64 [1, H, Dk]; the cache's last cell is the newest."""
+    cells, size = cache.keys.shape[0], cache.page.page_cells
+    for number in range(cache.num_pages if cache.num_pages > 1 else 0):
+        s = slice(number * size, (number + 1) * size)
+        if sliding_window and s.stop <= cells - sliding_window:
+            assert (part_out[number] == 0).all() and (part_lse[number] == -np.inf).all()
+        else:
+            close(part_out[number], q, cache.keys[s], cache.values[s], cells - 1, scale, sliding_window, s.start, lse=part_lse[number])
+
+
+def divisions(num_pages: int) -> set[tuple[int, ...]]:
+    """Ways to cut pages into runs: not at all, in two, unevenly, in threes, and each for itself where they are few."""
+    cuts = {(), (num_pages // 2,), (1, 15, 18), tuple(range(1, num_pages, 3))}
+    return cuts | {tuple(range(1, num_pages))} if num_pages < 100 else cuts

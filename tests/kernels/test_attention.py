@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from oracle_attention import Cache, attend, decode, make_cache, make_layer, page_views, relative_error
+from oracle_attention import Cache, attend, check_parts, decode, divisions, make_cache, make_layer, page_views, relative_error
 from rollkv import reference
 from rollkv.backend import PageFormat, PageRun, PartStates, Projected, RmsNorm, Stream
 from rollkv.config import LayerConfig, RopeConfig
@@ -196,18 +196,8 @@ def test_a_step_equals_the_oracle_and_every_division_into_launches(cuda: Any, ca
     exact_q = q.reshape(1, layer.num_heads, key_dim).astype(np.float64)
     kernel = attn_decode.variant(layer, page)
     assert_close(out, kernel, exact_q, cache.keys, cache.values, cells - 1, scale, window)
-    for number in range(cache.num_pages if cache.num_pages > 1 else 0):
-        s = slice(number * page_cells, (number + 1) * page_cells)
-        if window and s.stop <= cells - window:
-            assert (part_out[number] == 0).all() and (part_lse[number] == -np.inf).all()
-        else:
-            oracle = (exact_q, cache.keys[s], cache.values[s], cells - 1, scale, window, s.start)
-            assert_close(part_out[number], kernel, *oracle, lse=part_lse[number])
-
-    divisions = {(), (cache.num_pages // 2,), (1, 15, 18), tuple(range(1, cache.num_pages, 3))}
-    if cache.num_pages < 100:
-        divisions.add(tuple(range(1, cache.num_pages)))
-    for cuts in divisions:
+    check_parts(cache, part_out, part_lse, exact_q, scale, window, lambda out, *oracle, lse: assert_close(out, kernel, *oracle, lse=lse))
+    for cuts in divisions(cache.num_pages):
         again = run_step(cuda, cache, q, layer, scale, cuts, repeats=2, together=1 + len(cuts) % 2)
         for x, y in zip((out, part_out, part_lse), again, strict=True):
             np.testing.assert_array_equal(x, y)

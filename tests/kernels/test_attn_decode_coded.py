@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from oracle_attention import Cache, attend, attend_bands, make_cache, make_layer, relative_error
+from oracle_attention import Cache, attend, attend_bands, check_parts, divisions, make_cache, make_layer, relative_error
 from rollkv.backend import PageRun, PartStates, Projected
 from rollkv.config import DualChunk, LayerConfig, PageFormat, RopeConfig
 from rollkv.cuda.device import DeviceArray
@@ -122,18 +122,8 @@ def test_a_step_equals_the_oracle_and_every_division_into_launches(cuda: Any, ca
     exact_q = q.reshape(1, layer.num_heads, key_dim).astype(np.float64)
     if cache.num_pages <= MERGED_WITHIN:
         assert_close(out, page, exact_q, cache.keys, cache.values, cells - 1, scale, window)
-    for number in range(cache.num_pages if cache.num_pages > 1 else 0):
-        s = slice(number * page_cells, (number + 1) * page_cells)
-        if window and s.stop <= cells - window:
-            assert (part_out[number] == 0).all() and (part_lse[number] == -np.inf).all()
-        else:
-            oracle = (exact_q, cache.keys[s], cache.values[s], cells - 1, scale, window, s.start)
-            assert_close(part_out[number], page, *oracle, lse=part_lse[number])
-
-    divisions = {(), (cache.num_pages // 2,), (1, 15, 18), tuple(range(1, cache.num_pages, 3))}
-    if cache.num_pages < 100:
-        divisions.add(tuple(range(1, cache.num_pages)))
-    for cuts in divisions:
+    check_parts(cache, part_out, part_lse, exact_q, scale, window, lambda out, *oracle, lse: assert_close(out, page, *oracle, lse=lse))
+    for cuts in divisions(cache.num_pages):
         num_sms = 7 if len(cuts) % 2 else NUM_SMS  # blocks that walk many pages, or one
         again = step(cuda, cache, q, layer, scale, cuts, repeats=2, together=1 + len(cuts) % 2, num_sms=num_sms)
         for x, y in zip((out, part_out, part_lse), again, strict=True):

@@ -15,10 +15,10 @@ import numpy as np
 from rollkv.config import CacheConfig, ModelConfig, PageFormat
 from rollkv.errors import OutOfMemoryError, UsageError
 from rollkv.host_memory import HostMemory
-from rollkv.kv_formats import page_formats, tail_formats
+from rollkv.kv_formats import of_full_attention, page_formats, tail_formats
 from rollkv.pages import fresh_pages, pages_for, sliding_ring_pages
 from rollkv.residency import choose, plans_for
-from rollkv.roofline import ASSUMED, Bandwidths, StepCost, Traffic, resident_cost, streamed_cost
+from rollkv.roofline import ASSUMED, Bandwidths, StepCost, Traffic, pieces_of, resident_cost, streamed_cost
 from rollkv.stream_plan import RingShape
 from rollkv.units import MIB, format_size, round_up
 from rollkv.workspace import ALIGNMENT, GRANULE_BYTES, arena_bytes, workspace_arrays
@@ -185,20 +185,23 @@ class _Planner:
         return page_formats(self.config, self.cache)
 
     @cached_property
+    def _tail_formats(self) -> tuple[PageFormat, ...]:
+        return tail_formats(self.config, self.cache)
+
+    @cached_property
     def _pages(self) -> list[int]:
         """Bytes of a page of every full-attention layer, in the window."""
-        return [page.page_bytes for layer, page in zip(self.config.layers, self._formats, strict=True) if layer.sliding_window is None]
+        return [page.page_bytes for page in of_full_attention(self.config, self._formats)]
 
     @cached_property
     def _tails(self) -> list[int]:
         """Bytes of a page of every full-attention layer, in the tail."""
-        tails = tail_formats(self.config, self.cache)
-        return [page.page_bytes for layer, page in zip(self.config.layers, tails, strict=True) if layer.sliding_window is None]
+        return [page.page_bytes for page in of_full_attention(self.config, self._tail_formats)]
 
     @cached_property
     def _recoded(self) -> bool:
         """Whether some layer's tail has a type of its own."""
-        return self._formats != tail_formats(self.config, self.cache)
+        return self._formats != self._tail_formats
 
     @cached_property
     def _sliding(self) -> list[int]:
@@ -265,8 +268,7 @@ class _Planner:
 
     def _recorded_bytes(self, tail: Any, slot_pages: Any) -> Any:
         """Of a step with so many pages of every full-attention layer in the tail: numbers, or arrays of plans."""
-        slot_bytes = slot_pages * max(self._tails, default=0)
-        pieces = sum(layers * pages_for(tail, slot_bytes // size) for size, layers in Counter(self._tails).items())
+        pieces = sum(layers * pieces_of(tail, slot_pages, max(self._tails), size) for size, layers in Counter(self._tails).items())
         return round_up(np.maximum(pieces - _RECORDED_FREE_PIECES, 0) * _RECORDED_PIECE_BYTES, GRANULE_BYTES)
 
     def _fresh_slots(self, window: Any) -> Any:

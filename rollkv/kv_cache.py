@@ -314,13 +314,14 @@ class KVCache:
             return ()
         tails = tuple(steps[index].tail_pages for index in self._full)
         if tails not in self._planned:  # every step asks for the same, thousands of pieces in a long context
-            self._planned = {tails: plan_pieces(dict(zip(self._full, tails, strict=True)), self._ring_shape, 0, self._slot_pages)}
+            self._planned = {tails: plan_pieces(dict(zip(self._full, tails, strict=True)), self._ring_shape, slot_pages=self._slot_pages)}
         return self._planned[tails]
 
     def _many_pieces(self, steps: tuple[StepPages, ...]) -> tuple[Piece, ...]:
         """Of a step that has the spare slots."""
         assert self._ring_shape is not None
-        return plan_pieces({index: steps[index].tail_pages for index in self._full}, self._ring_shape, self._spare_slots, self._slot_pages)
+        tails = {index: steps[index].tail_pages for index in self._full}
+        return plan_pieces(tails, self._ring_shape, self._spare_slots, self._slot_pages)
 
     def _first_pieces(self, steps: tuple[StepPages, ...]) -> tuple[Piece, ...]:
         """Those that the ring holds before a step begins: the first ones fill it."""

@@ -36,6 +36,11 @@ def tail_formats(config: ModelConfig, cache: CacheConfig) -> tuple[PageFormat, .
     )
 
 
+def of_full_attention(config: ModelConfig, formats: tuple[PageFormat, ...]) -> tuple[PageFormat, ...]:
+    """Those of the layers without a sliding window."""
+    return tuple(page for layer, page in zip(config.layers, formats, strict=True) if layer.sliding_window is None)
+
+
 def _page(layer: LayerConfig, cache: CacheConfig, key: KvType, value: KvType, key_rotated: bool, value_rotated: bool) -> PageFormat:
     sizes = layer.num_kv_heads, layer.key_dim, layer.value_dim
     return PageFormat(*sizes, key, value, cache.page_cells, key_rotated, value_rotated)

@@ -108,6 +108,11 @@ class StepCost:
         }
 
 
+def pieces_of(tail_pages: Any, slot_pages: Any, largest_page_bytes: int, page_bytes: int) -> Any:
+    """Of a layer's tail, whose pages have page_bytes: slots hold slot_pages of the largest ones, and more of smaller ones."""
+    return pages_for(tail_pages, slot_pages * largest_page_bytes // page_bytes)
+
+
 def piece_seconds(piece_bytes: Any, link_rate: float) -> Any:
     """How long one copy keeps the link busy, in a row of copies."""
     return np.maximum(PIECE_FLOOR_SECONDS, PIECE_LATENCY_SECONDS + piece_bytes / link_rate)
@@ -124,7 +129,7 @@ def streamed_cost(traffic: Traffic, rates: Bandwidths, tail_pages: Any, num_slot
     elsewhere = traffic.fixed_bytes / len(traffic.page_bytes) / rates.hbm
     link = stalls = pieces = 0.0
     for (page_bytes, window_page_bytes), layers in Counter(zip(traffic.tail_page_bytes, traffic.page_bytes, strict=True)).items():
-        count = pages_for(tail_pages, slot_pages * max(traffic.tail_page_bytes) // page_bytes)  # pieces of a layer
+        count = pieces_of(tail_pages, slot_pages, max(traffic.tail_page_bytes), page_bytes)
         piece = piece_seconds(tail_pages * page_bytes / count, rates.link)
         link = link + layers * count * piece
         last = (traffic.total_pages - tail_pages) * window_page_bytes / rates.hbm

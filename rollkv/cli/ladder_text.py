@@ -23,8 +23,9 @@ def page(
     variants: "Mapping[str, ModelConfig]",
     summaries: "Mapping[str, Summary]",
 ) -> str:
-    """Title with the cache types in words, ceilings, the table that compares the variants if there are several, and for each of them its rungs and fits. rows: those of row_dict,
-    peer_row and record. summaries: by variant, for rungs at one depth; none: lines of depths, beside the ceilings at the largest."""
+    """Title with the cache types in words, ceilings, the table that compares the variants if there are several, and for each of them its rungs and fits.
+    rows: those of row_dict, peer_row and record. summaries: by variant, for rungs at one depth; none: lines of depths, beside the ceilings at the
+    largest."""
     from rollkv.dual_chunk import short_words
 
     words = f"{kv}, {' and '.join(map(short_words, variants.values()))}"

@@ -18,7 +18,7 @@ import numpy as np
 from rollkv.backend import Stream
 from rollkv.config import DTYPE_BYTES, Dtype
 from rollkv.cuda.driver import DriverCalls
-from rollkv.cuda.nvrtc import Cubin, CubinCache, KernelError, KernelSpec
+from rollkv.cuda.nvrtc import Cubin, CubinCache, KernelError, KernelSpec, capability_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +155,7 @@ class Launcher:
         self._calls = calls
         self._launch = calls.bindings.cuLaunchKernel
         self._launch_ex = calls.bindings.cuLaunchKernelEx
-        self._overlaps = int("".join(filter(str.isdigit, arch))) >= _FIRST_EARLY_CAPABILITY
+        self._overlaps = capability_of(arch) >= _FIRST_EARLY_CAPABILITY
         self._streams = streams
         self._cache = cache
         self._kernels: dict[str, _Kernel] = {}

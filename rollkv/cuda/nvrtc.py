@@ -65,6 +65,11 @@ def arch_name(major: int, minor: int, *, portable: bool = False) -> str:
     return f"sm_{major}{minor}" + ("a" if major >= 9 and not portable else "")
 
 
+def capability_of(arch: str) -> int:
+    """90 of "sm_90a", 120 of "sm_120"."""
+    return int(arch.removeprefix("sm_").rstrip("a"))
+
+
 def nvrtc_version() -> tuple[int, int]:
     """Raises DeviceError when the library is missing."""
     try:

@@ -290,8 +290,8 @@ def load(
 
     vram_target: bytes, or text such as "6GiB": what the process may hold on the device, all included. ctx_size: cells of the context,
     4096 unless given, or what the model was trained for if that is less. ubatch: prompt tokens in one pass, 4096 unless given, or less where
-    memory is short. cache_type_*, kv_rotate, kv_protect: docs/kv-types.md. dca and what stands behind it: dual chunk attention, docs/dca.md. warn takes one-line messages; without it they are Python
-    warnings.
+    memory is short. cache_type_*, kv_rotate, kv_protect: docs/kv-types.md. dca and what stands behind it: dual chunk attention, docs/dca.md. warn
+    takes one-line messages; without it they are Python warnings.
     Raises ModelFileError, UnsupportedModelError, OutOfMemoryError, DeviceError, UsageError.
     """
     tell = warn or (lambda message: warnings.warn(message, RuntimeWarning, stacklevel=3))

@@ -7,7 +7,7 @@ from typing import Literal
 
 from rollkv.config import CacheConfig, ModelConfig
 from rollkv.errors import UsageError
-from rollkv.kv_formats import tail_formats
+from rollkv.kv_formats import of_full_attention, tail_formats
 from rollkv.ladder_fit import relative_spread
 from rollkv.pages import pages_for
 from rollkv.units import format_size
@@ -180,8 +180,7 @@ def cap_rung(config: ModelConfig, cache: CacheConfig, depth: int, cap: int) -> R
 
 def tail_page_bytes(config: ModelConfig, cache: CacheConfig) -> int:
     """Bytes of one page of all full-attention layers in the tail. Raises UsageError when there are none."""
-    pages = zip(config.layers, tail_formats(config, cache), strict=True)
-    size = sum(page.page_bytes for layer, page in pages if layer.sliding_window is None)
+    size = sum(page.page_bytes for page in of_full_attention(config, tail_formats(config, cache)))
     if not size:
         raise UsageError("all layers of this model have sliding windows, so nothing is ever streamed; there is no ladder to climb")
     return size

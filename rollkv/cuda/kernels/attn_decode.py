@@ -7,8 +7,8 @@ import numpy as np
 
 from rollkv.backend import PageFormat, PageRun, PartStates, Projected
 from rollkv.config import KvType, LayerConfig
-from rollkv.cuda.device import DeviceArray, Launcher, check_array
-from rollkv.cuda.kernels.kv_format import MERGED_WITHIN, check_projected, check_run, plain_arguments
+from rollkv.cuda.device import DeviceArray, Launcher
+from rollkv.cuda.kernels.kv_format import MERGED_WITHIN, check_projected, check_step, plain_arguments
 from rollkv.cuda.nvrtc import KernelError, KernelSpec
 from rollkv.rope import bands, rotations
 
@@ -120,20 +120,8 @@ def attend_step(
     """
     layer, num_parts = projected.layer, parts.num_parts
     operands, turns, eps = check_projected("attend_step", projected, page, 1)
-    check_array("attend_step", "position", position, (1,), "i32")
-    check_array("attend_step", "parts.out", parts.out, (num_parts, layer.num_heads, layer.value_dim), "f32")
-    check_array("attend_step", "parts.lse", parts.lse, (num_parts, layer.num_heads), "f32")
-    check_array("attend_step", "parts.arrivals", parts.arrivals, (layer.num_heads,), "i32")
-    check_array("attend_step", "out", out, (1, layer.num_heads * layer.value_dim), "f32")
+    pools, first_part, num_pages = check_step("attend_step", position, runs, layer, page, parts, out)
     run, last = runs[0], runs[-1]
-    pools = check_run("attend_step", run, page), check_run("attend_step", last, page)
-    if len(runs) > 2 or (len(runs) == 2 and last.first_page != run.first_page + run.num_pages):
-        raise KernelError(f"attend_step: {len(runs)} runs of pages; one was wanted, or two that follow each other")
-    first_part, num_pages = run.first_page - parts.first_page, last.first_page + last.num_pages - run.first_page
-    if first_part < 0 or min(run.num_pages, last.num_pages) < 1 or first_part + num_pages > num_parts:
-        raise KernelError(
-            f"attend_step: pages {run.first_page} to {run.first_page + num_pages - 1} from page {parts.first_page} on are not among {num_parts} parts"
-        )
     seen_as = bands(layer.rope, page.page_cells, parts.first_page + num_parts - 1)
     place = (run.num_slots, run.first_slot, run.num_pages, last.num_slots, last.first_slot, run.first_page, first_part, num_parts)
     tables = projected.table, projected.table.rows(1, rotations(layer.rope) - 1)

@@ -10,8 +10,8 @@ import numpy as np
 from rollkv.backend import PageRun, PartStates
 from rollkv.config import KvType, LayerConfig, PageFormat
 from rollkv.cuda.device import DeviceArray, Launcher, check_array
-from rollkv.cuda.kernels.kv_format import MERGED_WITHIN, check_run, template_arguments
-from rollkv.cuda.nvrtc import ARCHS, KernelError, KernelSpec
+from rollkv.cuda.kernels.kv_format import MERGED_WITHIN, check_step, template_arguments
+from rollkv.cuda.nvrtc import ARCHS, KernelError, KernelSpec, capability_of
 from rollkv.kv_types import KV_TYPES, SCALE_BYTES
 from rollkv.rope import bands, query_bands
 
@@ -46,8 +46,11 @@ class Shape(NamedTuple):
 
 def serves(page: PageFormat) -> bool:
     """Whether these pages are this kernel's: coded ones, and halves that are rotated."""
-    types = page.key_type, page.value_type
-    return all(KV_TYPES[name].coded or name == "f16" for name in types) and (page.coded or page.key_rotated or page.value_rotated)
+    return _reads(page) and (page.coded or page.key_rotated or page.value_rotated)
+
+
+def _reads(page: PageFormat) -> bool:
+    return all(KV_TYPES[name].coded or name == "f16" for name in (page.key_type, page.value_type))
 
 
 @cache
@@ -67,9 +70,7 @@ def choose_form(page: PageFormat, group: int, num_bands: int, num_parts: int, ar
     elif blocks <= _SOME_BLOCKS or ("f16" in types and mixed):
         form = Form(8, 1, 8, 2)
     elif types & set(_TABLED):
-        form = (
-            Form(4, 2, 8, 1) if int(arch[3:].rstrip("a")) >= 100 else Form(4, 4, 8, 1)
-        )  # 128 registers a thread do not suffice on newer chips
+        form = Form(4, 2, 8, 1) if capability_of(arch) >= 100 else Form(4, 4, 8, 1)  # 128 registers a thread do not suffice on newer chips
     else:
         form = Form(4, 1, 8, 3 if mixed or "f16" in types else 4)
     form = form._replace(warps=min(form.warps, units))
@@ -157,31 +158,18 @@ def attend_coded(
     """softmax(scale q K) V over the visible cells of each page of the runs, in the frame of the pages; if they are the last of up to MERGED_WITHIN parts, all are
     merged.
 
-    position: i32 [1], the newest cell, which is in its page; runs: one, or two that follow each other; parts: as backend.PartStates says, with the queries in parts.q
-    as prepare_step leaves them; out: f32 [1, H*Dv]; num_sms: multiprocessors of the device, which changes no result; form: None for the one that suits the
+    position: i32 [1], the newest cell, which is in its page; runs: one, or two that follow each other; parts: as backend.PartStates says, with the queries in
+    parts.q as prepare_step leaves them; out: f32 [1, H*Dv]; num_sms: multiprocessors of the device, which changes no result; form: None for the one that suits the
     step. Call it for all pages in their order. Reads and writes attend_coded_bytes. Raises KernelError on other shapes.
     """
-    num_parts = parts.num_parts
-    check_array("attend_coded", "parts.q", parts.q, (query_bands(layer.rope), layer.num_heads * layer.key_dim), "f32")
-    check_array("attend_coded", "position", position, (1,), "i32")
-    check_array("attend_coded", "parts.out", parts.out, (num_parts, layer.num_heads, layer.value_dim), "f32")
-    check_array("attend_coded", "parts.lse", parts.lse, (num_parts, layer.num_heads), "f32")
-    check_array("attend_coded", "parts.arrivals", parts.arrivals, (layer.num_heads,), "i32")
-    check_array("attend_coded", "out", out, (1, layer.num_heads * layer.value_dim), "f32")
+    num_parts, num_bands = parts.num_parts, query_bands(layer.rope)
+    check_array("attend_coded", "parts.q", parts.q, (num_bands, layer.num_heads * layer.key_dim), "f32")
+    pools, first_part, num_pages = check_step("attend_coded", position, runs, layer, page, parts, out)
     run, last = runs[0], runs[-1]
-    pools = check_run("attend_coded", run, page), check_run("attend_coded", last, page)
-    if len(runs) > 2 or (len(runs) == 2 and last.first_page != run.first_page + run.num_pages):
-        raise KernelError(f"attend_coded: {len(runs)} runs of pages; one was wanted, or two that follow each other")
-    first_part, num_pages = run.first_page - parts.first_page, last.first_page + last.num_pages - run.first_page
-    if first_part < 0 or min(run.num_pages, last.num_pages) < 1 or first_part + num_pages > num_parts:
-        raise KernelError(
-            f"attend_coded: pages {run.first_page} to {run.first_page + num_pages - 1} from page {parts.first_page} on are not among {num_parts} parts"
-        )
-    if not all(KV_TYPES[name].coded or name == "f16" for name in (page.key_type, page.value_type)):
+    if not _reads(page):
         raise KernelError(f"attend_coded: pages of {page.key_type} and {page.value_type}; f16 and coded types were wanted")
     if not scale > 0:
         raise KernelError(f"attend_coded: the scale of the scores must be positive, not {scale}")
-    num_bands = query_bands(layer.rope)
     seen_as = bands(layer.rope, page.page_cells, parts.first_page + num_parts - 1)
     form = form or choose_form(page, layer.group, num_bands, num_parts, launcher.arch)
     shape = launch_shape(page, layer.group, num_bands, num_pages, form, num_sms)

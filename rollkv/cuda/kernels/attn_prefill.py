@@ -11,7 +11,7 @@ from rollkv.backend import PageFormat, PageRun
 from rollkv.config import KvType, LayerConfig
 from rollkv.cuda.device import DeviceArray, Launcher, TensorMap, check_array
 from rollkv.cuda.kernels.kv_format import check_run, plain_arguments
-from rollkv.cuda.nvrtc import ARCHS, KernelError, KernelSpec
+from rollkv.cuda.nvrtc import ARCHS, KernelError, KernelSpec, capability_of
 
 STATE_EXTRA = 8  # floats of state a head beside its Dv sums
 _CELLS = 32  # of a block of work of the float32 kernel
@@ -67,7 +67,7 @@ _MMA_TILES_SM10 = {**_MMA_TILES, 96: MmaTile(32, 4, 2, 2, 2, 96), 128: MmaTile(3
 
 def mma_tile(dim: int, arch: str) -> MmaTile:
     """The tile of a head size on an architecture."""
-    return (_MMA_TILES_SM10 if int(arch[3:].rstrip("a")) >= 100 else _MMA_TILES)[dim]
+    return (_MMA_TILES_SM10 if capability_of(arch) >= 100 else _MMA_TILES)[dim]
 
 
 class WgmmaTile(NamedTuple):

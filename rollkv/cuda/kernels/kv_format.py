@@ -1,12 +1,12 @@
 """What the kernels over KV pages have in common: template arguments from a PageFormat, and the checks of a PageRun and of what goes into pages."""
 
 from functools import cache
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from rollkv.backend import PageFormat, PageRun, Projected
-from rollkv.config import KvType
+from rollkv.backend import PageFormat, PageRun, PartStates, Projected
+from rollkv.config import KvType, LayerConfig
 from rollkv.cuda.device import DeviceArray, Pointer, check_array
 from rollkv.cuda.nvrtc import KernelError
 from rollkv.kv_types import KV_TYPES
@@ -55,6 +55,37 @@ def check_run(kernel: str, run: PageRun, page: PageFormat) -> DeviceArray:
     if not (0 <= run.first_slot < run.num_slots and 0 <= run.num_pages <= run.num_slots and run.first_page >= 0):
         raise KernelError(f"{kernel}: a run of {run.num_pages} pages from slot {run.first_slot} on does not fit {run.num_slots} slots")
     return pool
+
+
+class StepRuns(NamedTuple):
+    """The pages of one or two runs that follow each other, among the parts of a step."""
+
+    pools: tuple[DeviceArray, DeviceArray]  # of the first run and of the last
+    first_part: int
+    num_pages: int
+
+
+def check_step(
+    kernel: str, position: DeviceArray, runs: tuple[PageRun, ...], layer: LayerConfig, page: PageFormat, parts: PartStates, out: DeviceArray
+) -> StepRuns:
+    """Where the pages of a call of attend_step stand. Raises KernelError on states and outputs of other shapes, and on runs that do not follow each other or are
+    not among the parts."""
+    num_parts = parts.num_parts
+    check_array(kernel, "position", position, (1,), "i32")
+    check_array(kernel, "parts.out", parts.out, (num_parts, layer.num_heads, layer.value_dim), "f32")
+    check_array(kernel, "parts.lse", parts.lse, (num_parts, layer.num_heads), "f32")
+    check_array(kernel, "parts.arrivals", parts.arrivals, (layer.num_heads,), "i32")
+    check_array(kernel, "out", out, (1, layer.num_heads * layer.value_dim), "f32")
+    run, last = runs[0], runs[-1]
+    pools = check_run(kernel, run, page), check_run(kernel, last, page)
+    if len(runs) > 2 or (len(runs) == 2 and last.first_page != run.first_page + run.num_pages):
+        raise KernelError(f"{kernel}: {len(runs)} runs of pages; one was wanted, or two that follow each other")
+    first_part, num_pages = run.first_page - parts.first_page, last.first_page + last.num_pages - run.first_page
+    if first_part < 0 or min(run.num_pages, last.num_pages) < 1 or first_part + num_pages > num_parts:
+        raise KernelError(
+            f"{kernel}: pages {run.first_page} to {run.first_page + num_pages - 1} from page {parts.first_page} on are not among {num_parts} parts"
+        )
+    return StepRuns(pools, first_part, num_pages)
 
 
 def check_projected(

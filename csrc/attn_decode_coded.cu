@@ -19,9 +19,9 @@ constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 constexpr u32 kOnes = 0x3c003c00u;
 
 // What a block has in shared memory, in bytes: rollkv/cuda/kernels/attn_decode_coded.py computes the sum too. The queries stand last.
-template <typename KeyType, typename ValueType, int kKeyDim, int kValueDim, int kPartTiles, int kCells, int kWarps, int kTeams>
+template <typename KeyType, typename ValueType, int kKeyDim, int kValueDim, int kPartTiles, int kCells, int kWarps, int kTeams, bool kTabled>
 struct Layout {
-  static constexpr int kTable = kLooksUp<KeyType> || kLooksUp<ValueType> ? kTableBytes : 0;
+  static constexpr int kTable = kTabled ? kTableBytes : 0;
   static constexpr int kSums = kPartTiles * 512, kStats = 2 * (kHeads * 8 + 16);  // of a warp
   static constexpr int kKeyScales = kCells * RowFormat<KeyType, kKeyDim>::kScales * 2, kValueScales = kCells * RowFormat<ValueType, kValueDim>::kScales * 2;
   static constexpr int kScales = 2 * (kKeyScales + kValueScales);
@@ -37,6 +37,12 @@ __device__ __forceinline__ void team_barrier(int team) {
   } else {
     asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "n"(kThreads) : "memory");
   }
+}
+
+// x, of which the compiler then knows nothing: what depends on it is found where it is needed, and takes no register before.
+__device__ __forceinline__ int anew(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
 }
 
 // 1 / l for a row that saw a cell, 0 for one that saw none; relative error below 2^-22.
@@ -59,8 +65,10 @@ constexpr int parts_of(int slots, int tiles) {
   return parts;
 }
 
-// kBlocks: that a multiprocessor must have room for. kFew: the form for few pages, one a block, which merges up to kMergeSums of them.
-template <typename KeyType, typename ValueType, int kKeyDim, int kValueDim, int kPageCells, int kWarps, int kTeams, int kRing, int kBlocks, bool kFew>
+// kBlocks: that a multiprocessor must have room for. kFew: the form for few pages, one a block, which merges up to kMergeSums of them. kTable: turbo4 looks its
+// levels up in shared memory.
+template <typename KeyType, typename ValueType, int kKeyDim, int kValueDim, int kPageCells, int kWarps, int kTeams, int kRing, int kBlocks, bool kFew,
+          bool kTable>
 __global__ void __launch_bounds__(kWarps * kTeams * 32, kBlocks) attn_decode_coded(
     const float* q,       // [R][H*Dk]
     const int* position,  // [1]
@@ -76,8 +84,8 @@ __global__ void __launch_bounds__(kWarps * kTeams * 32, kBlocks) attn_decode_cod
   constexpr int kShareCells = (kPageCells < kUnitCells ? kUnitCells : kPageCells) / kWarps, kUnits = kShareCells / kUnitCells;  // of a warp
   constexpr int kPresent = kPageCells < kShareCells ? kPageCells : kShareCells;  // of these, in the page
   static_assert(kUnits >= 1 && kShareCells % kUnitCells == 0, "a warp takes whole units");
-  using Keys = KeyReader<KeyType, kKeyDim, kPageCells>;
-  using Values = ValueReader<ValueType, kValueDim, kPageCells>;
+  using Keys = KeyReader<KeyType, kKeyDim, kPageCells, kTable>;
+  using Values = ValueReader<ValueType, kValueDim, kPageCells, kTable>;
   using KeyFormat = RowFormat<KeyType, kKeyDim>;
   using ValueFormat = RowFormat<ValueType, kValueDim>;
   constexpr int kKeyElements = Keys::Place::kElements, kKeySlots = Keys::Place::kCount, kFragments = kKeyDim / 16;
@@ -86,12 +94,13 @@ __global__ void __launch_bounds__(kWarps * kTeams * 32, kBlocks) attn_decode_cod
   constexpr bool kWeighted = kTurbo<ValueType>;  // the scales of values are part of the weights, in as many sets as there are groups
   constexpr int kSets = kWeighted ? ValueFormat::kScales : 1, kSetSlots = kValueSlots / kSets;
   constexpr int kParts = parts_of(kValueSlots, kTiles), kPartSlots = kValueSlots / kParts, kPartTiles = kTiles / kParts;  // columns that have sums at a time
+  constexpr bool kTight = kUnits > 2 && kCodes4<ValueType>;  // for registers
   constexpr int kOwned = (kPartTiles + kWarps - 1) / kWarps;  // tiles of a part that a warp merges
   // The loads of a page in their order: keys, then values, aligned to what is loaded together, then nothing up to whole rounds of the ring.
   constexpr int kKeyLoads = kUnits * kKeySlots * Keys::kLoads, kValueBegin = (kKeyLoads + Values::kLoads - 1) / Values::kLoads * Values::kLoads;
   constexpr int kHalves = 2 / Values::kTiles, kValueLoads = kUnits * kValueSlots * kHalves * Values::kLoads;
   constexpr int kLoads = (kValueBegin + kValueLoads + kRing - 1) / kRing * kRing;
-  using Memory = Layout<KeyType, ValueType, kKeyDim, kValueDim, kPartTiles, kPresent, kWarps, kTeams>;
+  using Memory = Layout<KeyType, ValueType, kKeyDim, kValueDim, kPartTiles, kPresent, kWarps, kTeams, kTable>;
   static_assert(kRing % 4 == 0, "what is loaded together lies together in the ring");
 
   extern __shared__ __align__(128) u8 shared[];
@@ -104,9 +113,16 @@ __global__ void __launch_bounds__(kWarps * kTeams * 32, kBlocks) attn_decode_cod
   u8* const stats = of_team + kWarps * Memory::kSums;  // [2][kWarps], pages by turns: maxima and sums of 8 heads, and what undoes the raising of weights
   u8* const scales = of_team + kWarps * (Memory::kSums + Memory::kStats) + share * Memory::kScales;  // [2][of keys, of values]
   u8* const queries = shared + Memory::kQueries;                                                  // [R][kBand]
-  constexpr bool kTwoTables = kLooksUp<KeyType> && kLooksUp<ValueType> && !kSame<KeyType, ValueType>;
-  const Keys keys{{t, shared}};
-  const Values values{{g, shared + (kTwoTables ? kTableColumn : 0)}};
+  const Constants<KeyType> of_keys;
+  auto of_values = [&] {
+    if constexpr (kSame<KeyType, ValueType>) {
+      return of_keys;
+    } else {
+      return Constants<ValueType>();
+    }
+  };
+  const Keys keys{{t, shared, of_keys}};
+  const Values values{{g, shared, of_values()}};
   let_next_begin();
 
   // A page's first byte, and how far from it lies what this lane reads.
@@ -160,8 +176,7 @@ __global__ void __launch_bounds__(kWarps * kTeams * 32, kBlocks) attn_decode_cod
   int index = blockIdx.z * kTeams + team;
   const bool newest_first = first_part + index == num_parts - 1;
   if (index < num_pages && !newest_first) begin_page(index);
-  if constexpr (kLooksUp<KeyType>) make_table<KeyType, kThreads>(shared);
-  if constexpr (kLooksUp<ValueType> && !kSame<KeyType, ValueType>) make_table<ValueType, kThreads>(shared + (kTwoTables ? kTableColumn : 0));
+  if constexpr (kTable) make_table<kThreads>(shared);
   const int newest = fresh(position), oldest = first_cell(newest, sliding_window);
   const int newest_page = newest / kPageCells, oldest_page = oldest / kPageCells;
   wait_for_previous();
@@ -190,8 +205,8 @@ __global__ void __launch_bounds__(kWarps * kTeams * 32, kBlocks) attn_decode_cod
     const bool more = index + step < num_pages;
     wait_for_copies<0>();
     __syncwarp();  // scales of this page have come; those of the page before have been read
-    const u8* const next_page = page_of(more ? index + step : index);
-    if (more) stage_scales(buffer ^ 1, next_page);
+    const int next_index = more ? index + step : index;
+    if (more) stage_scales(buffer ^ 1, page_of(next_index));
     const u8* const key_scales = scales + buffer * (Memory::kKeyScales + Memory::kValueScales);
     const u8* const value_scales = key_scales + Memory::kKeyScales;
     float4* const share_stats = reinterpret_cast<float4*>(stats + buffer * (kWarps * Memory::kStats / 2));  // [kWarps][5]
@@ -199,7 +214,10 @@ __global__ void __launch_bounds__(kWarps * kTeams * 32, kBlocks) attn_decode_cod
     auto load_ahead = [&](int at, int count) {  // once loads `at`, ... of this page have been decoded
 #pragma unroll
       for (int i = at; i < at + count; i++) {
-        if (i + kRing == kLoads) key_cells = next_page + key_offset, value_cells = next_page + value_offset;
+        if (i + kRing == kLoads) {
+          const u8* const next_page = page_of(kTight ? anew(next_index) : next_index);
+          key_cells = next_page + key_offset, value_cells = next_page + value_offset;
+        }
         load((i + kRing) % kLoads, i + kRing < kLoads || more);
       }
     };
@@ -411,9 +429,11 @@ __global__ void __launch_bounds__(kWarps * kTeams * 32, kBlocks) attn_decode_cod
         }
       }
       // The team's shares become the page's state.
+      const int late = kTight ? anew(lane) : lane, g = late / 4, t = late % 4;
+      const int heads = min(heads_a_block, group - (kTight ? anew(chunk) : chunk) * heads_a_block);
       team_barrier<kWarps * 32>(team);  // what was there before has been read, and statistics are there
 #pragma unroll
-      for (int i = 0; i < kPartTiles; i++) sums[(share * kPartTiles + i) * 32 + lane] = make_float4(O[i][0], O[i][1], O[i][2], O[i][3]);
+      for (int i = 0; i < kPartTiles; i++) sums[(share * kPartTiles + i) * 32 + late] = make_float4(O[i][0], O[i][1], O[i][2], O[i][3]);
       float4 of_share[kWarps];
       float most[2] = {-infinity(), -infinity()}, total[2] = {0.0f, 0.0f}, weight[kWarps][2];
 #pragma unroll
@@ -441,7 +461,7 @@ __global__ void __launch_bounds__(kWarps * kTeams * 32, kBlocks) attn_decode_cod
         float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
         for (int w = 0; w < kWarps; w++) {
-          const float4 x = sums[(w * kPartTiles + own) * 32 + lane];
+          const float4 x = sums[(w * kPartTiles + own) * 32 + late];
           sum.x = fmaf(weight[w][0], x.x, sum.x), sum.y = fmaf(weight[w][1], x.y, sum.y);
           sum.z = fmaf(weight[w][0], x.z, sum.z), sum.w = fmaf(weight[w][1], x.w, sum.w);
         }

@@ -219,6 +219,33 @@ __device__ __forceinline__ void store_row(const HeadRow<kDim>& row, const HeadCe
 
 // ---- reading ----------------------------------------------------------------------------------------------------------------------
 
+// Halves of levels by bytes: the high bytes of turbo4's magnitudes, 8 in two words, and the low ones; the high bytes of turbo3's levels.
+template <typename T>
+constexpr u32 level_bytes(int i) {
+  constexpr u32 turbo4[4] = {0x3b393630u, 0x41403e3du, 0x8a41351cu, 0x77237906u}, turbo3[2] = {0x403d3a34u, 0xc0bdbab4u};
+  return kSame<T, Turbo4> ? turbo4[i] : turbo3[i % 2];
+}
+
+// The levels of eight codes of 4 bits, two a register: of turbo4, or of turbo3, a magnitude and above it the sign, and a bit that means nothing. A byte permute
+// looks four magnitudes up. bytes: level_bytes.
+template <typename T>
+__device__ __forceinline__ void levels_of_codes(u32 (&x)[4], u32 codes, const u32* bytes) {
+  const u32 which = codes & 0x77777777u;
+  u32 high[2], low[2] = {};  // bytes of the levels of four
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    if constexpr (kSame<T, Turbo4>) {
+      const u32 signs = __byte_perm(codes << 4, codes, i == 0 ? 0xd9c8 : 0xfbea);  // bytes all of whose bits are a code's sign
+      low[i] = __byte_perm(bytes[2], bytes[3], which >> 16 * i);
+      high[i] = __byte_perm(bytes[0], bytes[1], which >> 16 * i) ^ (signs & 0x80808080u);
+    } else {
+      high[i] = __byte_perm(bytes[0], bytes[1], which >> 16 * i);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 4; i++) x[i] = __byte_perm(low[i / 2], high[i / 2], i % 2 ? 0x7362 : 0x5140);
+}
+
 // The codes of eight neighbouring elements, number `index` of a row.
 template <typename T, int kDim>
 struct EightCodes {
@@ -254,25 +281,12 @@ struct EightCodes {
         return fma_half2(raw[0] >> 8 * (index % 2) + 2 * i << 8 & 0x03000300u | 0x3c003c00u, 0x44004400u, 0xc580c580u);
       };
       return make_uint4(pair(0), pair(1), pair(2), pair(3));
-    } else if constexpr (kSame<T, Turbo4>) {
-      u32 high[2], low[2];  // bytes of four magnitudes
-#pragma unroll
-      for (int i = 0; i < 2; i++) {
-        const u32 which = raw[0] >> 16 * i & 0x7777u;
-        high[i] = __byte_perm(0x3b393630u, 0x41403e3du, which);
-        low[i] = __byte_perm(0x8a41351cu, 0x77237906u, which);
-      }
-      auto pair = [&](int i) {
-        const u32 signs = __byte_perm(raw[0] << 4, raw[0], (12 + i) << 12 | (8 + i) << 4);  // bytes 1 and 3: all bits the sign of an element
-        return __byte_perm(low[i / 2], high[i / 2], i % 2 ? 0x7362 : 0x5140) ^ (signs & 0x80008000u);
-      };
-      return make_uint4(pair(0), pair(1), pair(2), pair(3));
     } else {
-      const u32 which = raw[0] >> 2 * (index % 2) & 0x33333333u | (raw[1] >> index % 4 & 0x11111111u) << 2;
-      auto pair = [&](int i) {  // high bytes of four levels; the low ones are zeros
-        return __byte_perm(__byte_perm(0x403d3a34u, 0xc0bdbab4u, which >> 16 * (i / 2)), 0, i % 2 ? 0x3424 : 0x1404);
-      };
-      return make_uint4(pair(0), pair(1), pair(2), pair(3));
+      constexpr u32 bytes[4] = {level_bytes<T>(0), level_bytes<T>(1), level_bytes<T>(2), level_bytes<T>(3)};
+      u32 codes = raw[0], x[4];
+      if constexpr (kSame<T, Turbo3>) codes = raw[0] >> 2 * (index % 2) & 0x33333333u | (raw[1] >> index % 4 & 0x11111111u) << 2;
+      levels_of_codes<T>(x, codes, bytes);
+      return make_uint4(x[0], x[1], x[2], x[3]);
     }
   }
 };

@@ -6,35 +6,38 @@
 //   q8_0, q4_0  codes become mantissa bits: 0x6400 + code is the half 1024 + code, from which a constant is subtracted.
 //   turbo2      the same with a mantissa near 1: a half 1 + code / 4 (even pairs of a word) or 1 + code / 16 (odd), one logic operation for two elements. What is
 //               to be subtracted, 1.375 or 1.09375, is left to the sums (kOffset, kFactor): level = kFactor (x - kOffset).
-//   turbo4, -3  a byte of two codes looks up its two halves in shared memory. There is a copy of the table for each lane, so that no two lanes ever meet in a bank, and
-//               one byte permute makes the address: code in its second byte, lane in its first. turbo3 first joins its planes to 4 bits an element.
+//   turbo3      byte permutes look its levels up in two registers (levels_of_codes), behind a join of its planes to 4 bits an element.
+//   turbo4      the same; or, with kTable, a byte of two codes looks up its two halves in shared memory. There is a copy of the table for each lane, so that no two lanes ever meet in a bank, and
+//               one byte permute makes the address: code in its second byte, lane in its first. That fills the way to shared memory, so every second slot of keys is
+//               looked up by permutes as well, which take twice the instructions, of a pipe that is half as wide. 131,072 cells of 128 elements: 45.2 us, where all by
+//               shared memory take 46.8, all keys by permutes 47.6, everything by permutes 52.2.
 #pragma once
 
 #include "kv_codes.cuh"
 #include "mma.cuh"
 
+// Types whose codes are made 4 bits an element.
 template <typename T>
-constexpr bool kLooksUp = kSame<T, Turbo4> || kSame<T, Turbo3>;
+constexpr bool kCodes4 = kSame<T, Turbo4> || kSame<T, Turbo3>;
+// Bytes of the table: [256 pairs of codes][32 lanes] halves of two elements, in rows of 256 bytes.
+constexpr int kTableBytes = 256 * 256;
 
-// Bytes of the tables of up to two types, side by side in rows of 256 bytes: [256 pairs of codes][type][32 lanes] halves of two elements.
-constexpr int kTableBytes = 256 * 256, kTableColumn = 128;
-
-// The magnitude that a code names by its lower bits.
-template <typename T, int kFirst = 0>
+// The magnitude that a code of turbo4 names by its lower bits.
+template <int kFirst = 0>
 __device__ __forceinline__ float magnitude(int index) {
-  constexpr float x = Book<T>::upper(kFirst);
-  if constexpr (kFirst + 1 == Book<T>::kUpper) {
+  constexpr float x = Book<Turbo4>::upper(kFirst);
+  if constexpr (kFirst + 1 == Book<Turbo4>::kUpper) {
     return x;
   } else {
-    return index == kFirst ? x : magnitude<T, kFirst + 1>(index);
+    return index == kFirst ? x : magnitude<kFirst + 1>(index);
   }
 }
 
-// Writes one type's table; in use behind a barrier. table: its first column. Every warp of the block must call.
-template <typename T, int kThreads>
+// Writes turbo4's table; in use behind a barrier. Every warp of the block must call.
+template <int kThreads>
 __device__ __forceinline__ void make_table(u8* table) {
   const int lane = threadIdx.x % 32;
-  auto level_of = [](int code) { return (code & Book<T>::kUpper ? -1.0f : 1.0f) * magnitude<T>(code % Book<T>::kUpper); };
+  auto level_of = [](int code) { return (code & 8 ? -1.0f : 1.0f) * magnitude(code % 8); };
   for (int first = threadIdx.x / 32 * 32; first < 256; first += kThreads) {
     const u32 mine = pack_half2(level_of((first + lane) & 15), level_of((first + lane) >> 4));
 #pragma unroll 4
@@ -66,19 +69,32 @@ struct Slots {
 // u32 number i, a constant, of 16 bytes.
 __device__ __forceinline__ u32 word_of(const uint4& x, int i) { return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w; }
 
-// A constant that stays in a register. The assembler makes one anew for every use, an instruction each, where another operand is a constant too.
+// A constant that stays in a register of each lane. The assembler makes one anew for every use, an instruction each, where another operand is a constant too, and
+// copies one that it knows to be alike in all lanes.
 __device__ __forceinline__ u32 kept(u32 constant) {
   u32 x;
-  asm volatile("shfl.sync.idx.b32 %0, %1, 0, 31, -1;" : "=r"(x) : "r"(constant + threadIdx.y));
+  asm volatile("shfl.sync.idx.b32 %0, %1, %2, 31, -1;" : "=r"(x) : "r"(constant + threadIdx.y), "r"(threadIdx.x % 32));
   return x;
 }
+
+// What a type's decoding takes from registers: masks of fields, or the bytes of levels.
+template <typename T>
+struct Constants {
+  u32 x[2];
+
+  __device__ __forceinline__ Constants() {
+    if constexpr (kSame<T, Q4_0>) x[0] = kept(0x000f000fu), x[1] = kept(0x00f000f0u);
+    if constexpr (kSame<T, Turbo2>) x[0] = kept(0x03000300u), x[1] = kept(0x00c000c0u);
+    if constexpr (kCodes4<T>) x[0] = kept(level_bytes<T>(0)), x[1] = kept(level_bytes<T>(1));  // with the low bytes too it is two registers too many
+  }
+};
 
 // a where the mask's bits are set, else b.
 __device__ __forceinline__ u32 select_bits(u32 mask, u32 a, u32 b) { return (a & mask) | (b & ~mask); }
 
 // Decodes a lane's slots. x[i] of neighbours: elements 2 i and 2 i + 1; of partners: element i of cell a and of cell b. `signs`: of turbo3, the words of its second
 // plane. j, a constant: which of the lane's slots.
-template <typename T, int kDim, int kLanes>
+template <typename T, int kDim, int kLanes, bool kTable>
 struct Decoder {
   using Place = Slots<T, kDim, kLanes>;
   static constexpr int kElements = Place::kElements;
@@ -87,17 +103,20 @@ struct Decoder {
   static constexpr float factor(int pair) { return !kShifted ? 1.0f : pair % 2 == 0 ? 4.0f : 16.0f; }
 
   Place place;
-  const u8* table;  // of this type, if it has one
-  u32 masks[2];     // of fields of codes
+  const u8* table;  // of turbo4
+  Constants<T> constants;
 
-  __device__ __forceinline__ Decoder(int lane, const u8* table) : place{lane}, table(table) {
-    if constexpr (kSame<T, Q4_0>) masks[0] = kept(0x000f000fu), masks[1] = kept(0x00f000f0u);
-    if constexpr (kSame<T, Turbo2>) masks[0] = kept(0x03000300u), masks[1] = kept(0x00c000c0u);
-  }
+  __device__ __forceinline__ Decoder(int lane, const u8* table, const Constants<T>& constants) : place{lane}, table(table), constants(constants) {}
 
-  // Two elements by byte `which`, a constant, of codes: the first in the low bits.
-  __device__ __forceinline__ u32 look_up(u32 codes, int which) const {
-    return *reinterpret_cast<const u32*>(table + __byte_perm(codes, threadIdx.x % 32 * 4, 0x5504 | which << 4));
+  // Eight codes of 4 bits of slot j, two levels a register.
+  __device__ __forceinline__ void look_up(u32 (&x)[4], u32 codes, int j) const {
+    if (kTable && kSame<T, Turbo4> && (kLanes == 8 || j % 2 == 1)) {
+#pragma unroll
+      for (int i = 0; i < 4; i++) x[i] = *reinterpret_cast<const u32*>(table + __byte_perm(codes, threadIdx.x % 32 * 4, 0x5504 | i << 4));
+    } else {
+      const u32 bytes[4] = {constants.x[0], constants.x[1], level_bytes<T>(2), level_bytes<T>(3)};
+      levels_of_codes<T>(x, codes, bytes);
+    }
   }
   // Codes of four elements each of two cells, 4 bits each, a word of eight elements each: even elements of both by turns, and odd ones.
   static __device__ __forceinline__ void interleave(u32 a, u32 b, u32& even, u32& odd) {
@@ -120,12 +139,12 @@ struct Decoder {
 #pragma unroll
       for (int i = 0; i < kCount; i += 2) {
         const u32 two = word >> 4 * i;
-        x[kStride * i] = subtract_half2(two & masks[0] | 0x64006400u, 0x64086408u);                                // 1024 + code, less 1032
-        x[kStride * (i + 1)] = fma_half2(two & masks[1] | 0x64006400u, 0x2c002c00u, 0xd480d480u);                  // (1024 + 16 code) / 16 - 72
+        x[kStride * i] = subtract_half2(two & constants.x[0] | 0x64006400u, 0x64086408u);                                // 1024 + code, less 1032
+        x[kStride * (i + 1)] = fma_half2(two & constants.x[1] | 0x64006400u, 0x2c002c00u, 0xd480d480u);                  // (1024 + 16 code) / 16 - 72
       }
     } else {
-      auto even = [&](u32 w) { return w & masks[0] | 0x3c003c00u; };
-      auto odd = [&](u32 w) { return w & masks[1] | 0x3c003c00u; };
+      auto even = [&](u32 w) { return w & constants.x[0] | 0x3c003c00u; };
+      auto odd = [&](u32 w) { return w & constants.x[1] | 0x3c003c00u; };
       if constexpr (kCount == 8) {  // field i lies at bit 2 i
         const u32 turned = __byte_perm(word, 0, 0x2301);
         x[0] = even(turned), x[kStride] = odd(word << 4), x[kStride * 2] = even(word << 4), x[kStride * 3] = odd(word);
@@ -143,7 +162,7 @@ struct Decoder {
     if constexpr (kSame<T, Q8_0>) {
       x[0] = subtract_half2(__byte_perm(word, 0x64646464u, 0x4140), 0x64806480u);  // 1024 + code, less 1152
       x[1] = subtract_half2(__byte_perm(word, 0x64646464u, 0x4342), 0x64806480u);
-    } else if constexpr (kLooksUp<T>) {
+    } else if constexpr (kCodes4<T>) {
       u32 codes[2] = {word, 0};
       if constexpr (kSame<T, Turbo3>) {
         join(codes, word, signs, j);
@@ -151,14 +170,21 @@ struct Decoder {
         codes[0] >>= 4 * kElements * place.part();
       }
 #pragma unroll
-      for (int i = 0; i < kElements / 2; i++) x[i] = look_up(codes[i / 4], i % 4);
+      for (int eight = 0; eight < (kElements + 7) / 8; eight++) {
+        u32 levels[4];
+        look_up(levels, codes[eight], j);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          if (4 * eight + i < kElements / 2) x[4 * eight + i] = levels[i];
+        }
+      }
     } else {
       fields<kElements / 2, 1>(x, word);
     }
   }
 
   __device__ __forceinline__ void partners(u32 (&x)[kElements], u32 a, u32 b, u32 a_signs, u32 b_signs, int j) const {
-    if constexpr (kLooksUp<T>) {
+    if constexpr (kCodes4<T>) {
       u32 a_codes[2] = {a, 0}, b_codes[2] = {b, 0};
       if constexpr (kSame<T, Turbo3>) {
         join(a_codes, a, a_signs, j);
@@ -171,10 +197,12 @@ struct Decoder {
       for (int eight = 0; eight < (kElements + 7) / 8; eight++) {
         u32 even, odd;
         interleave(a_codes[eight], b_codes[eight], even, odd);
+        u32 of_even[4], of_odd[4];
+        look_up(of_even, even, j);
+        look_up(of_odd, odd, j);
 #pragma unroll
-        for (int i = 0; i < (kElements < 8 ? kElements : 8) / 2; i++) {
-          x[8 * eight + 2 * i] = look_up(even, i);
-          x[8 * eight + 2 * i + 1] = look_up(odd, i);
+        for (int i = 0; i < 4; i++) {
+          if (8 * eight + 2 * i < kElements) x[8 * eight + 2 * i] = of_even[i], x[8 * eight + 2 * i + 1] = of_odd[i];
         }
       }
     } else {
@@ -206,12 +234,12 @@ __device__ __forceinline__ void load_cells(uint4& v, const u8* address, bool ins
 }
 
 // Keys: the slots of t of cells 4 g .. 4 g + 3, which are rows g and g + 8 of the first tile and of the second.
-template <typename T, int kDim, int kPageCells>
+template <typename T, int kDim, int kPageCells, bool kTable>
 struct KeyReader {
   using Place = Slots<T, kDim, 4>;
   using Format = RowFormat<T, kDim>;
   static constexpr int kLoads = kSame<T, Half> ? 4 : kSame<T, Turbo3> ? 2 : 1;  // of 16 bytes, for one slot of 32 cells
-  Decoder<T, kDim, 4> decoder;
+  Decoder<T, kDim, 4, kTable> decoder;
 
   // What a lane adds to the address of its cells.
   __device__ __forceinline__ int offset() const {
@@ -246,13 +274,13 @@ struct KeyReader {
 };
 
 // Values: the slots of g of cells 8 t .. 8 t + 7. Partners are cells 8 t + i and 8 t + 4 + i, for i = 0 and 1 in the first tile, 2 and 3 in the second.
-template <typename T, int kDim, int kPageCells>
+template <typename T, int kDim, int kPageCells, bool kTable>
 struct ValueReader {
   using Place = Slots<T, kDim, 8>;
   using Format = RowFormat<T, kDim>;
   static constexpr int kTiles = kSame<T, Half> ? 1 : 2;  // that a load serves
   static constexpr int kLoads = kSame<T, Half> || kSame<T, Turbo3> ? 4 : 2;
-  Decoder<T, kDim, 8> decoder;
+  Decoder<T, kDim, 8, kTable> decoder;
 
   __device__ __forceinline__ int offset() const {
     const int t = threadIdx.x % 4;

@@ -78,6 +78,7 @@ def step(
     repeats: int = 1,
     together: int = 1,
     num_sms: int = NUM_SMS,
+    form: attn_decode_coded.Form | None = None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(out [H, Dv], part_out, part_lse) of a step whose newest cell is the cache's last; a launch takes so many runs together. q f32 [bands, H*Dk]."""
     pools = [cuda.upload(f"pool {i}", x) for i, x in enumerate(cache.pools)]
@@ -89,7 +90,7 @@ def step(
         for first in range(0, len(runs), together):
             some = tuple(runs[first : first + together])
             attn_decode_coded.attend_coded(
-                cuda.launcher, position, some, layer, cache.page, scale, memory.parts, memory.out, num_sms=num_sms
+                cuda.launcher, position, some, layer, cache.page, scale, memory.parts, memory.out, num_sms=num_sms, form=form
             )
     for after, before in zip(pools, cache.pools, strict=True):
         np.testing.assert_array_equal(cuda.read(after), before)
@@ -158,7 +159,7 @@ def test_where_pages_lie_changes_no_bit(cuda: Any, key_type: Any, value_type: An
 
 @gpu
 @pytest.mark.parametrize(("key_type", "value_type", "cells"), [("turbo2", "q8_0", 3000), ("q4_0", "turbo4", 4096), ("turbo3", "f16", 300)])
-def test_merging_in_a_kernel_of_its_own_gives_the_same_bits(cuda: Any, key_type: Any, value_type: Any, cells: int) -> None:
+def test_merging_in_a_kernel_of_its_own_gives_the_same(cuda: Any, key_type: Any, value_type: Any, cells: int) -> None:
     page, layer = PageFormat(2, 64, 128, key_type, value_type, 256), make_layer(10, 2, 64, 128)
     cache = make_cache(np.random.default_rng(16), page, cells)
     q = np.random.default_rng(17).standard_normal((1, 10 * 64)).astype(np.float32)
@@ -166,7 +167,42 @@ def test_merging_in_a_kernel_of_its_own_gives_the_same_bits(cuda: Any, key_type:
     again = poisoned(cuda, "again", (1, 10 * 128))
     parts = (cuda.upload("part_out", part_out), cuda.upload("part_lse", part_lse))
     attn_merge.merge_parts(cuda.launcher, *parts, cache.num_pages, layer, again)
-    np.testing.assert_array_equal(cuda.read(again).reshape(out.shape), out)
+    assert relative_error(cuda.read(again).reshape(out.shape), out) < FLOAT_ERROR
+
+
+@gpu
+@pytest.mark.parametrize("shape", [(1, 2, 8, 2), (2, 2, 8, 2), (2, 4, 8, 1, False, True), (4, 1, 4, 2), (8, 1, 16, 1)])
+@pytest.mark.parametrize(
+    ("types", "dims", "page_cells"),
+    [
+        (("q8_0", "q8_0"), (128, 128), 256),
+        (("q4_0", "q4_0"), (128, 128), 256),
+        (("turbo4", "turbo4"), (128, 128), 256),
+        (("turbo3", "turbo3"), (128, 128), 256),
+        (("turbo2", "turbo2"), (128, 128), 256),
+        (("turbo2", "q8_0"), (128, 64), 256),
+        (("f16", "turbo4"), (64, 64), 256),
+        (("turbo3", "f16"), (96, 112), 128),
+        (("turbo4", "turbo2"), (80, 256), 256),
+    ],
+)
+def test_forms(cuda: Any, types: tuple[Any, Any], dims: tuple[int, int], page_cells: int, shape: tuple[int, ...]) -> None:
+    """Also those that no step of a few thousand cells is given."""
+    form = attn_decode_coded.Form(*shape)
+    if form.warps * 32 > page_cells:
+        pytest.skip("a warp takes 32 cells")
+    page, layer = PageFormat(2, *dims, *types, page_cells, True, True), make_layer(10, 2, *dims, 3000)
+    cache = make_cache(np.random.default_rng(30), page, 20 * page_cells + 77, places="two")
+    q = (np.random.default_rng(31).standard_normal((1, 10 * dims[0])) * 2).astype(np.float32)
+    out, part_out, part_lse = step(cuda, cache, q, layer, 0.1, form=form, num_sms=1)
+    oracle = q.reshape(1, 10, -1).astype(np.float64), cache.keys, cache.values, cache.keys.shape[0] - 1, 0.1, 3000
+    merged = poisoned(cuda, "merged", (1, 10 * dims[1]))
+    parts = (cuda.upload("part_out", part_out), cuda.upload("part_lse", part_lse))
+    attn_merge.merge_parts(cuda.launcher, *parts, cache.num_pages, layer, merged)
+    assert_close(cuda.read(merged), page, *oracle)
+    again = step(cuda, cache, q, layer, 0.1, (3, 4), form=form, num_sms=7)
+    np.testing.assert_array_equal(part_out, again[1])
+    np.testing.assert_array_equal(part_lse, again[2])
 
 
 @gpu

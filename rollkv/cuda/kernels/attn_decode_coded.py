@@ -20,7 +20,6 @@ _MAX_HEADS = 8  # query heads that one block holds sums for
 _UNIT_CELLS = 32  # that a warp takes at a time
 _TABLE_BYTES = 1 << 16
 _WORD_ELEMENTS = {"f16": 8, "q8_0": 4, "q4_0": 8, "turbo4": 8, "turbo3": 16, "turbo2": 16}  # kWord in csrc/kv_fragments.cuh
-_TABLED = ("turbo4", "turbo3")  # types that look their levels up
 # Shared memory that a block may have, in KiB, by architecture; 227 where none is named.
 _SHARED_KIB = {"sm_80": 163, "sm_87": 163, "sm_86": 99, "sm_89": 99, "sm_120": 99, "sm_120a": 99}
 
@@ -33,6 +32,7 @@ class Form(NamedTuple):
     ring: int  # loads of 16 bytes a lane that run ahead
     blocks: int  # a multiprocessor
     few: bool = False  # one page a block, and the last block merges
+    table: bool = False  # of turbo4's levels in shared memory
 
 
 class Shape(NamedTuple):
@@ -61,32 +61,39 @@ def choose_form(page: PageFormat, group: int, num_bands: int, num_parts: int, ar
     blocks = -(-group // _MAX_HEADS) * page.num_kv_heads * (1 << (num_parts - 1).bit_length())
     types, wide = {page.key_type, page.value_type}, max(page.key_dim, page.value_dim) > 128
     mixed = len(types) > 1  # takes more registers
+    roomy = capability_of(arch) != 90  # and so does code for other chips than the one these forms were measured on
     if num_parts <= MERGED_WITHIN:
         form = Form(8, 1, 16, 1, few=True)
     elif wide and "f16" in types:
         form = Form(8, 1, 16, 1)
     elif wide:
-        form = Form(8, 1, 4 if mixed else 8, 2)
+        form = Form(8, 1, 4 if mixed or roomy else 8, 2)
     elif blocks <= _SOME_BLOCKS or ("f16" in types and mixed):
         form = Form(8, 1, 8, 2)
-    elif types & set(_TABLED):
-        form = Form(4, 2, 8, 1) if capability_of(arch) >= 100 else Form(4, 4, 8, 1)  # 128 registers a thread do not suffice on newer chips
+    elif types == {"turbo4"} and _shared_bytes_of(arch) > 2 * _TABLE_BYTES:
+        form = Form(2, 6 if roomy else 8, 8, 1, table=True)
+    elif not (mixed or roomy) and types <= {"turbo4", "turbo3", "turbo2"}:
+        form = Form(2, 2, 8, 4)
     else:
-        form = Form(4, 1, 8, 3 if mixed or "f16" in types else 4)
+        form = Form(4, 1, 8, 3 if mixed or types & {"f16", "turbo4"} else 4)
     form = form._replace(warps=min(form.warps, units))
-    while shared_bytes(page, form, num_bands) > _SHARED_KIB.get(arch, 227) << 10:
+    while shared_bytes(page, form, num_bands) > _shared_bytes_of(arch):
         form = form._replace(teams=form.teams // 2) if form.teams > 1 else form._replace(warps=form.warps // 2)
     return form
+
+
+def _shared_bytes_of(arch: str) -> int:
+    """That a block may have."""
+    return _SHARED_KIB.get(arch, 227) << 10
 
 
 @cache
 def shared_bytes(page: PageFormat, form: Form, num_bands: int) -> int:
     """Mirrors Layout in the source."""
-    table = _TABLE_BYTES if page.key_type in _TABLED or page.value_type in _TABLED else 0
     cells = min(page.page_cells, max(page.page_cells, _UNIT_CELLS) // form.warps)
     scales = sum(KV_TYPES[name].num_scales(dim) for name, dim in ((page.key_type, page.key_dim), (page.value_type, page.value_dim)))
     warp = _part_tiles(page) * 512 + 2 * (_MAX_HEADS * 8 + 16) + 2 * cells * scales * SCALE_BYTES
-    return table + form.teams * form.warps * warp + num_bands * -(-page.key_dim // 32) * 512
+    return (_TABLE_BYTES if form.table else 0) + form.teams * form.warps * warp + num_bands * -(-page.key_dim // 32) * 512
 
 
 def _part_tiles(page: PageFormat) -> int:
@@ -112,7 +119,7 @@ def launch_shape(page: PageFormat, group: int, num_bands: int, num_pages: int, f
 @cache
 def spec(page: PageFormat, form: Form) -> KernelSpec:
     types = template_arguments(page.key_type, page.value_type, page.key_dim, page.value_dim)
-    arguments = f"{types}, {page.page_cells}, {form.warps}, {form.teams}, {form.ring}, {form.blocks}, {str(form.few).lower()}"
+    arguments = f"{types}, {page.page_cells}, {form.warps}, {form.teams}, {form.ring}, {form.blocks}, {str(form.few).lower()}, {str(form.table).lower()}"
     return KernelSpec("attn_decode_coded.cu", f"attn_decode_coded<{arguments}>", early=True)
 
 

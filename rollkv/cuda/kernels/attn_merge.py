@@ -9,7 +9,7 @@ from rollkv.config import LayerConfig
 from rollkv.cuda.device import DeviceArray, Launcher, check_array
 from rollkv.cuda.nvrtc import KernelError, KernelSpec
 
-_THREADS = 512
+_THREADS = 256
 _COLUMNS = 32  # of a block
 
 

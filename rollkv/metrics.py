@@ -5,9 +5,11 @@ not finite on either side counts as infinitely far away: no average, maximum or 
 """
 
 from dataclasses import dataclass
-from math import inf, isfinite, sqrt
+from math import inf, isfinite, log, sqrt
 
 import numpy as np
+
+_BLOCK = 1 << 14  # logits: 128 KiB of float64
 
 
 @dataclass(frozen=True)
@@ -73,20 +75,58 @@ def measure_slice(positions: np.ndarray, reference: np.ndarray, candidate: np.nd
     kld = np.where(finite, 0.0, inf)
     max_abs = squared = tv = 0.0
     if (apart := finite & unequal).any():
-        want, got = reference[apart].astype(np.float64), candidate[apart].astype(np.float64)
-        difference = np.abs(got - want)
-        max_abs, squared = float(difference.max()), float(np.einsum("rv,rv->", difference, difference))
-        log_p, log_q = log_softmax(want), log_softmax(got)
-        p, q = np.exp(log_p), np.exp(log_q)
-        tv = float(0.5 * np.abs(p - q).sum())
-        # Rounding may leave a divergence of nearly equal rows a hair below zero.
-        kld[apart] = np.maximum((p * (log_p - log_q)).sum(1), 0.0)
+        figures = [measure_row(want, got) for want, got in zip(reference[apart], candidate[apart], strict=True)]
+        max_abs = max(row.max_abs for row in figures)
+        squared, tv = sum(row.squared for row in figures), sum(row.tv for row in figures)
+        kld[apart] = [row.kld for row in figures]
     tops, others = reference.argmax(1), candidate.argmax(1)
     same = (tops == others) & finite
     margins = {int(index): top_margin(reference[index]) if finite[index] else None for index in np.flatnonzero(~same)}
     first = next((Difference(int(positions[i]), int(tops[i]), int(others[i]), margin) for i, margin in margins.items()), None)
     real = sum(margin is None or margin > noise for margin in margins.values())
     return SliceFigures(equal, finite, same, kld, real, first, max_abs, squared, _power(reference, finite), tv)
+
+
+@dataclass(frozen=True)
+class RowFigures:
+    """What one row comes to: the largest difference, the sum of squared ones, divergence and total variation."""
+
+    max_abs: float
+    squared: float
+    kld: float
+    tv: float
+
+
+def measure_row(want: np.ndarray, got: np.ndarray) -> RowFigures:
+    """Finite logits [V] of the reference and of a candidate.
+
+    With p = e^a / A and q = e^b / B the divergence is (sum of e^a (a - b)) / A + ln(B / A). Two exponentials an element, in blocks that stay in the cache: a row of
+    262,144 takes 5 ms; with whole rows of logarithms and probabilities it took 50.
+    """
+    top, other_top = float(want.max()), float(got.max())
+    p, q = np.empty(len(want)), np.empty(len(want))
+    max_abs = squared = weighted = p_sum = q_sum = 0.0
+    blocks = [slice(first, first + _BLOCK) for first in range(0, len(want), _BLOCK)]
+    for block in blocks:
+        a, b = want[block].astype(np.float64), got[block].astype(np.float64)
+        difference = a - b
+        max_abs = max(max_abs, float(difference.max()), -float(difference.min()))
+        squared += float(np.einsum("v,v->", difference, difference))
+        a -= top
+        b -= other_top
+        ea, eb = np.exp(a, out=p[block]), np.exp(b, out=q[block])
+        a -= b
+        weighted += float(np.einsum("v,v->", ea, a))
+        p_sum += float(ea.sum())
+        q_sum += float(eb.sum())
+    tv = 0.0
+    for block in blocks:
+        p[block] /= p_sum
+        q[block] /= q_sum
+        p[block] -= q[block]
+        tv += float(np.abs(p[block]).sum())
+    # Rounding may leave a divergence of nearly equal rows a hair below zero.
+    return RowFigures(max_abs, squared, max(weighted / p_sum + log(q_sum / p_sum), 0.0), tv / 2)
 
 
 def _power(rows: np.ndarray, finite: np.ndarray) -> float:
@@ -169,13 +209,6 @@ def equal_bits(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     left, right = (np.ascontiguousarray(x, np.float64 if wide else np.float32).view(np.uint64 if wide else np.uint32) for x in (a, b))
     equal: np.ndarray = (left == right).all(1)
     return equal
-
-
-def log_softmax(logits: np.ndarray) -> np.ndarray:
-    """ln of the probabilities along the last axis, float64 [R, V]."""
-    shifted = logits.astype(np.float64) - logits.max(-1, keepdims=True)
-    result: np.ndarray = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
-    return result
 
 
 def top_margin(row: np.ndarray) -> float:

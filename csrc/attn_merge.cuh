@@ -1,9 +1,8 @@
 // How the partial attention states of a step's pages become its result.
 //
 // Formula   out[h] = sum_i w_i part_out[i][h] / sum_i w_i with w_i = exp(part_lse[i][h] - max_i part_lse[i][h]); an empty part (0, -inf) is the identity.
-// Order     Part i belongs to sum i % kMergeSums; each adds its parts in index order, then the sums are added in order. It depends on the number of parts
-//           alone: not on who merges, nor on how the pages were divided into launches.
-// Up to kMergeSums parts, one a sum, are merged by the block that ends last of those that attend (merge_when_last); more by attn_merge.cu.
+// Order     It depends on the number of parts alone, not on how the pages were divided into launches. Up to kMergeSums parts are merged by the block that ends
+//           last of those that attend (merge_when_last), in index order; more by attn_merge.cu, in its order.
 #pragma once
 
 #include "online_softmax.cuh"

@@ -6,6 +6,8 @@ are no numbers. Outputs and partial states begin as NaN.
 """
 
 from dataclasses import replace
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,7 @@ from rollkv.config import DualChunk, LayerConfig, PageFormat, RopeConfig
 from rollkv.cuda.device import DeviceArray
 from rollkv.cuda.kernels import attn_decode_coded, attn_merge, prepare_step
 from rollkv.cuda.kernels.kv_format import MERGED_WITHIN
-from rollkv.cuda.nvrtc import ARCHS, KernelError
+from rollkv.cuda.nvrtc import ARCHS, KernelError, compile_cubin, find_csrc
 from rollkv.rope import bands
 from test_attention import FLOAT_ERROR, StepMemory, poisoned
 
@@ -312,6 +314,28 @@ def test_every_page_has_a_team_and_blocks_fit(num_parts: int, arch: str) -> None
             else:
                 rounds = -(-num_pages * chunks * kv_heads // (NUM_SMS * form.blocks * form.teams))
                 assert -(-num_pages // (columns * form.teams)) <= rounds and (columns - 1) * form.teams < num_pages
+
+
+def test_the_source_and_the_launch_agree_on_shared_memory(tmp_path: Path) -> None:
+    """The compiler compares them."""
+    names = {"f16": "Half", "q8_0": "Q8_0", "q4_0": "Q4_0", "turbo4": "Turbo4", "turbo3": "Turbo3", "turbo2": "Turbo2"}
+    text = ['#include "attn_decode_coded.cu"', "__global__ void nothing() {}"]
+    for (key, value), (key_dim, value_dim), page_cells in product(product(names, repeat=2), ((128, 128), (64, 256), (192, 96)), (32, 256)):
+        page = PageFormat(8, key_dim, value_dim, key, value, page_cells, True, True)  # type: ignore[arg-type]
+        for warps, teams, table in ((1, 2, False), (2, 8, True), (8, 1, False)):
+            cells = page_cells // warps
+            if cells < 32:
+                continue
+            tiles = f"{value_dim // 16} / parts_of(Slots<{names[value]}, {value_dim}, 8>::kCount, {value_dim // 16})"
+            layout = (
+                f"Layout<{names[key]}, {names[value]}, {key_dim}, {value_dim}, ({tiles}), {cells}, {warps}, {teams}, {str(table).lower()}>"
+            )
+            want = attn_decode_coded.shared_bytes(page, attn_decode_coded.Form(warps, teams, 8, 1, table=table), 3)
+            text.append(f"static_assert({layout}::kQueries + 3 * {layout}::kBand == {want});")
+    (tmp_path / "agreement.cu").write_text("\n".join(text))
+    for source in find_csrc().iterdir():
+        (tmp_path / source.name).symlink_to(source)
+    compile_cubin("agreement.cu", ("nothing",), "sm_90a", tmp_path)
 
 
 class NoLauncher:

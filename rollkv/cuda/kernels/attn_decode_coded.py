@@ -73,7 +73,7 @@ def choose_form(page: PageFormat, group: int, num_bands: int, num_parts: int, ar
     elif types == {"turbo4"} and _shared_bytes_of(arch) > 2 * _TABLE_BYTES:
         form = Form(2, 6 if roomy else 8, 8, 1, table=True)
     elif not (mixed or roomy) and types <= {"turbo4", "turbo3", "turbo2"}:
-        form = Form(2, 2, 8, 4)
+        form = Form(2, 8, 8, 1) if types == {"turbo3"} else Form(2, 2, 8, 4)
     else:
         form = Form(4, 1, 8, 3 if mixed or types & {"f16", "turbo4"} else 4)
     form = form._replace(warps=min(form.warps, units))

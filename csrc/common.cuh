@@ -110,6 +110,9 @@ __device__ __forceinline__ void wait_for_previous() {
 #endif
 }
 
+// A place in shared memory as instructions for it alone name it.
+__device__ __forceinline__ u32 shared_address(const void* p) { return u32(__cvta_generic_to_shared(p)); }
+
 // What a kernel before an early one wrote: out of L2, for L1 may hold an older copy, and the path of constant data (ld.nc) is not ordered
 // behind the wait. Pointers to such data are therefore never `const __restrict__` in early kernels.
 __device__ __forceinline__ float fresh(const float* address) { return __ldcg(address); }

@@ -20,6 +20,14 @@
 //           another; warp w takes the spans w, w + 8, ... of the tile in ascending order and keeps a round of kDepth spans of weights in flight,
 //           across staging and across tiles; the first ones are on their way before the kernels before this one have ended. x is staged in
 //           shared memory, k_tile columns at a time (once, where all of K fits). Warp sums are added in the order of the warps.
+// Copies    one row of whole units of 256 columns that becomes digits and fits at once comes by bulk copies from compute capability 9.0 on: a copy a
+//           unit, asked for by the warp that stages it and waits for it alone; its digits, sums and scale take the place of its floats, 1 KiB. The
+//           second half of the first round of weights is asked for behind the copies. Where spans are units, a warp's columns are those of the two
+//           warps w: they wait for each other, not for the block, and stage a round's columns right before its products. All else (several turns,
+//           several rows, halves and floats, older devices) is staged by loads.
+// Waits     the assembler lets all weights in flight, and whatever else is loaded across a branch, share one counter, and waits for it wherever a register
+//           that such a load may write is used or written again, on whichever way. So no load that outlives its branch but those of weights; no two
+//           loads of weights, on different ways, into the same registers before arrive(): the second would wait for all that is in flight.
 // Bits      a result depends on its weight row and its row of x alone: the order of operations is fixed by K and TYPE; T, kDepth, k_tile, the
 //           grid and the column of the B operand do not enter. All rounding operations are written as intrinsics, so nothing is contracted differently
 //           in different instances.
@@ -30,17 +38,31 @@
 // Rejected  codes and x as bf16: 3.3 slots a weight. Scales of x for 32 columns and a float32 multiply-add a group: Q4_K 2 slots more a weight. Weights
 //           through shared memory (cp.async, or bulk copies by one lane), 70 to 190 KB in flight, also beside the next kernel's on one
 //           multiprocessor: 24576 x 4096 in Q8_0 takes 30 us, with the next kernel let in later 33 to 40 (two of its blocks may land on one
-//           multiprocessor). Bulk prefetches into L2 ahead of the loads: 28 to 59 us. The next kernel's first weights asked into L2, x by cp.async or by
-//           bulk copies, fewer weights on their way before x has come: all slower (docs/performance.md).
+//           multiprocessor). Bulk prefetches into L2 ahead of the loads: 28 to 59 us. The next kernel's first weights asked into L2: slower.
+//           A layer of the 8B shape in Q4_K takes 34.6 us; by loads alone 38.2; x as one copy 40.2; as copies of units, but beside their digits
+//           and behind all of the first round 38.5 (of these two changes one alone: 35.9 or 36.8); with staging run dry before x is there, so that
+//           its instructions are, 38.6; with a loop over the spans of a round 40.9 (docs/performance.md).
 // Oracle    float64 product with quants.dequantise
 #include "activation.cuh"
+#include "barriers.cuh"
 #include "quants.cuh"
+
+// Types for which the assembler finds registers with one order alone of what the kernel begins with.
+#if __CUDA_ARCH__ >= 1200
+template <int TYPE>
+constexpr bool kTightOf = TYPE == Q6_K;
+#else
+template <int TYPE>
+constexpr bool kTightOf = false;
+#endif
 
 constexpr int kWarps = 8;  // of a team
 constexpr int kThreads = kWarps * 32;
-constexpr int kSquares = 16;   // sums that a row's sum of squares is added up from
-constexpr int kUnit = 256;     // columns of x with a common scale
-constexpr int kPadBytes = 32;  // of a staged row beyond its own: so neighbouring rows lie in different banks
+constexpr int kSquares = 16;           // sums that a row's sum of squares is added up from
+constexpr int kUnit = 256;             // columns of x with a common scale
+constexpr int kPadBytes = 32;          // of a staged row beyond its own: so neighbouring rows lie in different banks
+constexpr int kUnitBytes = kUnit * 4;  // of a unit of one row: as it comes, and as digits, sums and scale, which take its place
+constexpr int kCopiedUnits = 48;       // of a row that bulk copies bring: each has a barrier
 
 // ---- tensor cores -----------------------------------------------------------------------------------------------------------------
 
@@ -128,19 +150,36 @@ struct Product {
   static constexpr bool kInteger = [] { if constexpr (kBytes) return Q::kInteger; else return false; }();
   static constexpr int kGroup = [] { if constexpr (kBytes) return Q::kGroup; else return 32; }();
 
-  // Shared memory of k_tile staged columns.
+  // One row as digits: each unit has kUnitBytes of its own, so that its warp may write them over the unit's floats, which nobody else reads.
+  static constexpr bool kByUnits = T == 1 && kBytes;
+  static constexpr bool kCopies = kByUnits && kHasBulkCopies;
+  // Warp w of either team takes the units that the warps w of both have staged, and no others.
+  static constexpr bool kPairs = kCopies && Q::kSpan == kUnit && kTeams<TYPE, T> == 2;
+
+  // Shared memory of k_tile staged columns; with kByUnits, of 256 of them, again and again.
   struct Staged {
     u8* parts;      // [3T][pitch] bytes, within 32 columns in the order in which a lane reads them
     float* scales;  // [k_tile / kUnit][T], of the first digits
     float* sums;    // [k_tile / kGroup][T] sums of x
     int pitch;
     __device__ __forceinline__ Staged(u8* memory, int k_tile)
-        : parts(memory), scales(reinterpret_cast<float*>(memory + kColumns * (k_tile * kPartBytes + kPadBytes))),
-          sums(scales + (kScaledX ? (k_tile + kUnit - 1) / kUnit * T : 0)), pitch(k_tile * kPartBytes + kPadBytes) {}
+        : parts(memory), pitch((kByUnits ? kUnit : k_tile) * kPartBytes + kPadBytes) {
+      scales = reinterpret_cast<float*>(memory + kColumns * pitch);
+      sums = scales + (kByUnits ? 1 : kScaledX ? (k_tile + kUnit - 1) / kUnit * T : 0);
+    }
+    // Where a column lies in a row of bytes.
+    static __device__ __forceinline__ int place(int column) {
+      return kByUnits ? int(u32(column) / kUnit * kUnitBytes + u32(column) % kUnit) : column * kPartBytes;
+    }
+    __device__ __forceinline__ float* sums_at(int column) const {
+      return kByUnits ? sums + u32(column) / kUnit * (kUnitBytes / 4) + u32(column) % kUnit / kGroup : sums + column / kGroup * T;
+    }
+    __device__ __forceinline__ float& scale_at(int column, int t) const { return scales[u32(column) / kUnit * (kByUnits ? kUnitBytes / 4 : T) + t]; }
     __device__ __forceinline__ float scale(int column, int part_column) const {
-      return scales[u32(column) / kUnit * T + (T == 1 ? 0 : min(part_column / 3, T - 1))];
+      return scale_at(column, T == 1 ? 0 : min(part_column / 3, T - 1));
     }
   };
+  static_assert(!kByUnits || kColumns * (kUnit + kPadBytes) + 4 + kUnit / kGroup * 4 <= kUnitBytes, "a unit keeps to its place");
 
   struct Sums {
     float acc[kBlocksN][4];  // parts 2t + (i & 1) of rows g + 8 (i >> 1)
@@ -151,7 +190,7 @@ struct Product {
   static __device__ __forceinline__ void put_parts(const Staged& to, int t, int c, int length, const float4& v) {
     if (c >= length) return;
     float4 rest = v;
-    u8* target = to.parts + (3 * t) * to.pitch + ((c & ~31) + (c >> 2 & 3) * 8 + (c >> 4 & 1) * 4) * 2;
+    u8* target = to.parts + 3 * t * to.pitch + Staged::place(c & ~31) + ((c >> 2 & 3) * 8 + (c >> 4 & 1) * 4) * 2;
 #pragma unroll
     for (int part = 0; part < 3; part++) {
       uint2 pair;
@@ -168,20 +207,20 @@ struct Product {
   }
 
   // The same times factor, which makes the last digit the unit, as three digits each: the bytes of the sum with 0x808080, less 128.
-  static __device__ __forceinline__ void put_digits(const Staged& to, int t, int c, int length, const float4& v, float factor) {
+  static __device__ __forceinline__ void put_digits(u8* target, int pitch, bool inside, const float4& v, float factor) {
     u32 sums[4];
     const float x[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
     for (int i = 0; i < 4; i++) sums[i] = u32(__float2int_rn(__fmul_rn(x[i], factor)) + 0x808080);
-    if (c >= length) return;
-    u8* target = to.parts + (3 * t) * to.pitch + (c & ~31) + (c >> 2 & 3) * 8 + (c >> 4 & 1) * 4;
+    if (!inside) return;
     const u32 low[2] = {__byte_perm(sums[0], sums[1], 0x5140), __byte_perm(sums[2], sums[3], 0x5140)};  // the two lower digits of two columns
     *reinterpret_cast<u32*>(target) = __byte_perm(__byte_perm(sums[0], sums[1], 0x0062), __byte_perm(sums[2], sums[3], 0x0062), 0x5410) ^ 0x80808080u;
-    *reinterpret_cast<u32*>(target + to.pitch) = __byte_perm(low[0], low[1], 0x7632) ^ 0x80808080u;
-    *reinterpret_cast<u32*>(target + 2 * to.pitch) = __byte_perm(low[0], low[1], 0x5410) ^ 0x80808080u;
+    *reinterpret_cast<u32*>(target + pitch) = __byte_perm(low[0], low[1], 0x7632) ^ 0x80808080u;
+    *reinterpret_cast<u32*>(target + 2 * pitch) = __byte_perm(low[0], low[1], 0x5410) ^ 0x80808080u;
   }
 
-  // A unit of row t: lanes have columns c to c + 3 and c + 128 to c + 131.
+  // A unit of row t: lanes have columns c to c + 3 and c + 128 to c + 131. kWhole: all of them are known to be inside.
+  template <bool kWhole = false>
   static __device__ __forceinline__ void put_unit(const Staged& to, int t, int unit, int lane, int length, float4 (&v)[2]) {
     const int c = unit * kUnit + lane * 4;
     if constexpr (kHasShift) {  // the even lanes of a group add up its first half's columns, the odd ones its second half's
@@ -192,7 +231,7 @@ struct Product {
       float total = __fadd_rn(half ? sum[1] : sum[0], __shfl_xor_sync(kAllLanes, half ? sum[0] : sum[1], 1));
 #pragma unroll
       for (int step = 2; step < kGroup / 4; step *= 2) total = __fadd_rn(total, __shfl_xor_sync(kAllLanes, total, step));
-      if (column < length && lane % (kGroup / 4) < 2) to.sums[column / kGroup * T + t] = total;
+      if ((kWhole || column < length) && lane % (kGroup / 4) < 2) to.sums_at(unit * kUnit)[(lane * 4 + half * 128) / kGroup * (kByUnits ? 1 : T) + t] = total;
     }
     float factor = 1.0f;
     if constexpr (kScaledX) {
@@ -202,12 +241,13 @@ struct Product {
       int exponent = max(int(most >> 23), 27) - (kBytes ? 6 : 14);  // bytes: largest / scale in [64, 128); halves: in [2^14, 2^15)
       if (kBytes && (most & 0x7fffffu) > 0x7e0000u) exponent++;     // above 127: [63.5, 64)
       factor = __uint_as_float(u32(254 + (kBytes ? 16 : 0) - exponent) << 23);
-      if (lane == 0) to.scales[unit * T + t] = finite ? __uint_as_float(u32(exponent) << 23) : __uint_as_float(0x7fc00000u);
+      if (lane == 0) to.scale_at(unit * kUnit, t) = finite ? __uint_as_float(u32(exponent) << 23) : __uint_as_float(0x7fc00000u);
     }
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       if constexpr (kBytes) {
-        put_digits(to, t, c + i * 128, length, v[i], factor);
+        u8* row = to.parts + 3 * t * to.pitch + Staged::place(unit * kUnit);
+        put_digits(row + i * 128 + (lane >> 3) * 32 + (lane & 3) * 8 + (lane >> 2 & 1) * 4, to.pitch, kWhole || c + i * 128 < length, v[i], factor);
       } else {
         put_parts(to, t, c + i * 128, length, kScaledX ? times(v[i], factor) : v[i]);
       }
@@ -241,6 +281,51 @@ struct Product {
     }
   }
 
+  // x, one row, by bulk copies: a unit comes to where its digits will be, on a barrier of its own, asked for by the warp that stages it. This is what
+  // can be done before x may be read: the barriers, and norm.
+  static __device__ __forceinline__ void expect_units(const float* norm, int columns, float* norm_copy, u32 barriers) {
+    if ((threadIdx.x & 31) == 0) {
+#pragma unroll 1
+      for (int unit = threadIdx.x >> 5; unit * kUnit < columns; unit += kStagers) barrier_init(barriers + unit * kBarrierBytes, 1);
+      publish_barriers();
+#pragma unroll 1
+      for (int unit = threadIdx.x >> 5; unit * kUnit < columns; unit += kStagers) {
+        const u32 barrier = barriers + unit * kBarrierBytes;
+        barrier_arrive_expecting(barrier, norm != nullptr ? 2 * kUnitBytes : kUnitBytes);
+        if (norm != nullptr) copy_bulk(shared_address(norm_copy + unit * kUnit), norm + unit * kUnit, kUnitBytes, barrier);
+      }
+    }
+    __syncwarp();
+  }
+
+  static __device__ __forceinline__ void copy_units(const float* x, int columns, const Staged& to, u32 barriers) {
+    if ((threadIdx.x & 31) == 0) {
+#pragma unroll 1
+      for (int unit = threadIdx.x >> 5; unit * kUnit < columns; unit += kStagers) {
+        copy_bulk(shared_address(to.parts + unit * kUnitBytes), x + unit * kUnit, kUnitBytes, barriers + unit * kBarrierBytes);
+      }
+    }
+    __syncwarp();
+  }
+
+  // stage, of a unit that has been copied or is under way.
+  static __device__ __forceinline__ void stage_copied(int unit, bool normed, const float* norm_copy, const Staged& to, u32 barriers, float& squares) {
+    const int lane = threadIdx.x & 31;
+    const float4* x = reinterpret_cast<const float4*>(to.parts + unit * kUnitBytes) + lane;
+    barrier_wait(barriers + unit * kBarrierBytes, 0);
+    float4 v[2] = {x[0], x[32]};
+    if (normed) {
+      const float4* norm = reinterpret_cast<const float4*>(norm_copy + unit * kUnit) + lane;
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        squares = add_squares(squares, v[half]);
+        v[half] = times(v[half], norm[half * 32]);
+      }
+    }
+    __syncwarp();  // all lanes have read what is written over now
+    put_unit<true>(to, 0, unit, lane, 0, v);
+  }
+
   // sums += weights of one span times the columns staged from `column` on. With many columns the steps are a loop, over
   // which the codes rotate through the registers: unrolled, the assembler decodes all steps early and runs out of registers.
   static __device__ __forceinline__ void multiply(Q q, const Staged& x, int column, int lane, Sums& sums) {
@@ -254,7 +339,7 @@ struct Product {
       float unit[kBlocksN][2];
       units_of(x, column, lane, unit);
 #pragma unroll
-      for (int s = 0; s < 2; s++) multiply_block(q, s, x, column + s * 32, lane, unit, sums);
+      for (int s = 0; s < 2; s++) multiply_block(q, s, x, Staged::place(column) + s * 32, lane, unit, sums);
     }
     if constexpr (kHasShift) add_shifts(q, x, column, lane & 3, sums);
   }
@@ -268,19 +353,19 @@ struct Product {
     }
   }
 
-  static __device__ __forceinline__ uint2 digits_of(const Staged& x, int n, int first, int lane) {
-    return *reinterpret_cast<const uint2*>(x.parts + min((n * 8 + (lane >> 2)) / kStride, kColumns - 1) * x.pitch + first + (lane & 3) * 8);
+  static __device__ __forceinline__ uint2 digits_of(const Staged& x, int n, int place, int lane) {
+    return *reinterpret_cast<const uint2*>(x.parts + min((n * 8 + (lane >> 2)) / kStride, kColumns - 1) * x.pitch + place + (lane & 3) * 8);
   }
 
   // 32 columns with a scale of their own.
-  static __device__ __forceinline__ void multiply_block(const Q& q, int s, const Staged& x, int first, int lane, const float (&unit)[kBlocksN][2],
+  static __device__ __forceinline__ void multiply_block(const Q& q, int s, const Staged& x, int place, int lane, const float (&unit)[kBlocksN][2],
                                                         Sums& sums) {
     u32 a[4];
 #pragma unroll
     for (int r = 0; r < 4; r++) a[r] = q.bytes(0, s, r >> 1, r & 1);
 #pragma unroll
     for (int n = 0; n < kBlocksN; n++) {
-      const uint2 b = digits_of(x, n, first, lane);
+      const uint2 b = digits_of(x, n, place, lane);
       int c[4];
       mma_bytes32<Q::kSigned>(c, a, b.x, b.y);
 #pragma unroll
@@ -290,16 +375,17 @@ struct Product {
 
   // A super-block: all of it in integers, exactly, below 2^30.
   static __device__ __forceinline__ void multiply_integers(Q& q, const Staged& x, int column, int lane, Sums& sums) {
+    const int place = Staged::place(column);
     int total[kBlocksN][4] = {};
     if constexpr (T > 2) {
 #pragma unroll 1
       for (int step = 0; step < kSteps; step++) {
-        multiply_step(q, 0, x, column + step * kStepColumns, lane, total);
+        multiply_step(q, 0, x, place + step * kStepColumns, lane, total);
         q.rotate();
       }
     } else {
 #pragma unroll
-      for (int step = 0; step < kSteps; step++) multiply_step(q, step, x, column + step * kStepColumns, lane, total);
+      for (int step = 0; step < kSteps; step++) multiply_step(q, step, x, place + step * kStepColumns, lane, total);
     }
     float unit[kBlocksN][2];
     units_of(x, column, lane, unit);
@@ -310,7 +396,7 @@ struct Product {
     }
   }
 
-  static __device__ __forceinline__ void multiply_step(const Q& q, int step, const Staged& x, int first, int lane, int (&total)[kBlocksN][4]) {
+  static __device__ __forceinline__ void multiply_step(const Q& q, int step, const Staged& x, int place, int lane, int (&total)[kBlocksN][4]) {
 #pragma unroll
     for (int s = 0; s < 2; s++) {
       u32 a[4];
@@ -318,7 +404,7 @@ struct Product {
       for (int r = 0; r < 4; r++) a[r] = q.bytes(step, s, r >> 1, r & 1);
 #pragma unroll
       for (int n = 0; n < kBlocksN; n++) {
-        const uint2 b = digits_of(x, n, first + s * 32, lane);
+        const uint2 b = digits_of(x, n, place + s * 32, lane);
         int c[4];
         if constexpr (kGroup == 32) {
           mma_bytes32<Q::kSigned>(c, a, b.x, b.y);
@@ -345,7 +431,7 @@ struct Product {
       const float shift[2] = {q.shift(0, k + t), q.shift(1, k + t)};
 #pragma unroll
       for (int token = 0; token < T; token++) {
-        const float sum = x.sums[(column / kGroup + k + t) * T + token];
+        const float sum = x.sums_at(column)[(k + t) * T + token];
 #pragma unroll
         for (int h = 0; h < 2; h++) sums.shift[token][h] = __fmaf_rn(shift[h], sum, sums.shift[token][h]);
       }
@@ -365,7 +451,7 @@ struct Product {
     }
 #pragma unroll
     for (int n = 0; n < kBlocksN; n++) {
-      const uint4 b = *reinterpret_cast<const uint4*>(x.parts + min((n * 8 + g) / kStride, kColumns - 1) * x.pitch + (first + t * 8) * 2);
+      const uint4 b = *reinterpret_cast<const uint4*>(x.parts + min((n * 8 + g) / kStride, kColumns - 1) * x.pitch + Staged::place(first) + t * 16);
       float c[4] = {};
 #pragma unroll
       for (int part = Q::kParts - 1; part >= 0; part--) {
@@ -411,7 +497,8 @@ __device__ __forceinline__ float factor_of_row(const float (&squares)[kSquares],
   return __frcp_rn(__fsqrt_rn(__fadd_rn(__fdiv_rn(sum, float(K)), eps)));
 }
 
-__device__ __forceinline__ void team_barrier(int team) { asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "n"(kThreads) : "memory"); }
+// Hardware barriers: of a team, of the two warps w, of those who wait for the sums of squares of both teams.
+constexpr int kTeamBarrier = 1, kPairBarrier = 3, kSquaresBarrier = kPairBarrier + kWarps;
 
 // A team's tiles, one after another: `teams` apart, or in pairs of neighbours.
 __device__ __forceinline__ int following_tile(int tile, bool paired, int teams) {
@@ -432,6 +519,9 @@ __global__ void __launch_bounds__(kThreads * kTeams<TYPE, T>, 1) linear_rows(
   extern __shared__ __align__(16) u8 dynamic[];
   __shared__ float warp_sums[kTeams<TYPE, T>][2][kWarps][T][kTileRows];  // by turns, so that a tile needs one barrier
   __shared__ float row_factors[kTeams<TYPE, T>][T], squares_of[kSquares], gates_of[kTeams<TYPE, T>][T][kTileRows];
+  __shared__ __align__(8) u64 unit_barriers[P::kCopies ? kCopiedUnits : 1];
+  // Types of super-blocks: of a round's units a warp stages the one that it and the other team's warp of its number take next.
+  constexpr bool kTight = kTightOf<TYPE> && T == 1, kRounds = P::kPairs && kDepth * kWarps == P::kStagers;
   const typename P::Staged staged(dynamic, k_tile);
   const int team = threadIdx.x / kThreads, thread = threadIdx.x % kThreads, warp = thread >> 5, lane = threadIdx.x & 31;
   const int teams = gridDim.x * kTeams<TYPE, T>;
@@ -439,21 +529,45 @@ __global__ void __launch_bounds__(kThreads * kTeams<TYPE, T>, 1) linear_rows(
   float(&gates)[T][kTileRows] = gates_of[team];
   const int spans = (K + Q::kSpan - 1) / Q::kSpan, staged_spans = k_tile / Q::kSpan, tiles = (N + kTileRows - 1) / kTileRows;
   const int number_of_team = team * gridDim.x + blockIdx.x, first_tile = paired ? 2 * number_of_team : number_of_team;
-  const int first_leader = paired ? 2 * blockIdx.x : blockIdx.x;  // of the first team, which has a tile as long as any has
+  const int behind = first_tile - int(paired ? 2 * blockIdx.x : blockIdx.x);  // the tile of the first team, which has one as long as any has
   const Planes planes{{p0, p1, p2, p3}};
+  const bool copied = P::kCopies && spans <= staged_spans && K <= kCopiedUnits * kUnit && K % kUnit == 0;
+  float* norm_copy = reinterpret_cast<float*>(dynamic + (k_tile + kUnit - 1) / kUnit * kUnitBytes);
+  if (kTight && copied) P::expect_units(norm, K, norm_copy, shared_address(unit_barriers));
   let_next_begin();
 
   Q weights[kDepth];
+  const auto ask = [&](int begin, int end) {  // for spans of the first round
 #pragma unroll
-  for (int d = 0; d < kDepth; d++) {
-    const int span = warp + d * kWarps;
-    if (span < spans && first_tile < tiles) weights[d].load(planes, u32(first_tile) * spans + span, lane);
+    for (int d = 0; d < kDepth; d++) {
+      const int span = warp + d * kWarps;
+      if (begin <= d && d < end && span < spans && first_tile < tiles) weights[d].load(planes, u32(first_tile) * spans + span, lane);
+    }
+  };
+  // Copies of x come behind all weights that their multiprocessor asked for before them. So half of a round goes first, and the other half comes
+  // while x is staged: a layer of the 8B shape in Q4_K takes 34.6 us, 36.8 where all of the round goes first; in Q8_0 53.8 and 55.0, in Q6_K 46.4
+  // and 49.4. How much goes first must not depend on what is known late: see Waits.
+  constexpr int kBefore = P::kCopies ? (kDepth + 1) / 2 : kDepth;
+  if (!kTight || copied) {
+    ask(0, kBefore);
+  } else {
+    ask(0, kDepth);
   }
-  if (norm != nullptr && threadIdx.x == 0) {  // a line a block, for all
+  if (!kTight && copied) P::expect_units(norm, K, norm_copy, shared_address(unit_barriers));
+  if (!copied && norm != nullptr && threadIdx.x == 0) {  // a line a block, for all
     for (int line = blockIdx.x; line * 32 < K; line += gridDim.x) prefetch_line(norm + line * 32);
   }
   wait_for_previous();
+  if (copied) P::copy_units(x, K, staged, shared_address(unit_barriers));
+  if (!kTight || copied) ask(kBefore, kDepth);
 
+  float squares_of_copies = 0.0f;
+  if (copied && !kRounds) {
+#pragma unroll 1
+    for (int unit = threadIdx.x >> 5; unit * kUnit < K; unit += P::kStagers) {
+      P::stage_copied(unit, norm != nullptr, norm_copy, staged, shared_address(unit_barriers), squares_of_copies);
+    }
+  }
   // A row's sum of squares has one order: part w has the units w, w + 16, ... in ascending order; the parts are added in theirs. At T = 1
   // it is taken while x is staged.
   if constexpr (T > 1) {
@@ -478,9 +592,15 @@ __global__ void __launch_bounds__(kThreads * kTeams<TYPE, T>, 1) linear_rows(
     }
   }
 
+  // Counted by the warps that end tiles: what they add up to a row's sum of squares is there.
+  const auto arrive_of_squares = [&](bool has_tiles) {
+#pragma unroll
+    for (int t = 0; t < kTeams<TYPE, T>; t++) {
+      if (warp != 0 || t != team || !has_tiles) named_arrive(kSquaresBarrier + t, 2 * kThreads);
+    }
+  };
   int turn = 0;
-  for (int tile = first_tile, leader = first_leader; leader < tiles;
-       tile = following_tile(tile, paired, teams), leader = following_tile(leader, paired, teams), turn ^= 1) {
+  for (int tile = first_tile; tile - behind < tiles; tile = following_tile(tile, paired, teams), turn ^= 1) {
     typename P::Sums sums = {};
     const bool summing = T == 1 && norm != nullptr && tile == first_tile;
     float squares = 0.0f;
@@ -489,14 +609,38 @@ __global__ void __launch_bounds__(kThreads * kTeams<TYPE, T>, 1) linear_rows(
       const int end = min(spans, first + staged_spans);
       if (tile == first_tile || staged_spans < spans) {
         if (staged_spans < spans) __syncthreads();
-        P::stage(x, norm, rows, K, first * Q::kSpan, (end - first) * Q::kSpan, staged, squares);
-        if (summing && end == spans) {
-          squares = warp_sum(squares);
-          if (lane == 0) squares_of[threadIdx.x >> 5] = squares;
+        if (kRounds && copied) {
+          // staged below, a round at a time
+        } else {
+          if (copied) {
+            squares = squares_of_copies;
+          } else {
+            P::stage(x, norm, rows, K, first * Q::kSpan, (end - first) * Q::kSpan, staged, squares);
+          }
+          if (summing && end == spans) {
+            squares = warp_sum(squares);
+            if (lane == 0) squares_of[threadIdx.x >> 5] = squares;
+          }
+          __syncthreads();
+          if (kTight && summing && end == spans && warp == 0 && lane == 0) row_factor[0] = factor_of_row(squares_of, K, eps);  // read behind the team's barrier
         }
-        __syncthreads();
       }
-      for (; tile < tiles && next < end; next += kDepth * kWarps) {
+      const bool staging = kRounds && copied && tile == first_tile;
+      for (; staging ? next - warp < end : tile < tiles && next < end; next += kDepth * kWarps) {
+        if constexpr (kRounds) {
+          if (staging) {
+            const int unit = next - warp + (threadIdx.x >> 5);
+            if (unit < end) P::stage_copied(unit, norm != nullptr, norm_copy, staged, shared_address(unit_barriers), squares);
+            if (summing && next - warp + kDepth * kWarps >= end) {
+              squares = warp_sum(squares);
+              if (lane == 0) squares_of[threadIdx.x >> 5] = squares;
+              __syncwarp();
+              arrive_of_squares(tile < tiles);
+            }
+            named_wait(kPairBarrier + warp, 64);
+            if (tile >= tiles || next >= end) continue;
+          }
+        }
         // One wait for all the loads of the round. Loads that are in flight at a time share a counter: a wait at a span's own place would be one
         // for the loads issued just before it too, behind the span before.
 #pragma unroll
@@ -514,7 +658,6 @@ __global__ void __launch_bounds__(kThreads * kTeams<TYPE, T>, 1) linear_rows(
       }
     }
     if (tile >= tiles) continue;
-    if (summing && thread == 0) row_factor[0] = factor_of_row(squares_of, K, eps);  // read behind the next barrier
 
 #pragma unroll
     for (int token = 0; token < T; token++) {
@@ -524,7 +667,12 @@ __global__ void __launch_bounds__(kThreads * kTeams<TYPE, T>, 1) linear_rows(
         if ((lane & 3) == (token & 3)) warp_sums[team][turn][warp][token][(lane >> 2) + 8 * h] = value;
       }
     }
-    team_barrier(team);
+    named_wait(kTeamBarrier + team, kThreads);
+    if (summing && warp == 0 && (!kTight || (kRounds && copied))) {  // here, while the next tile's weights come
+      if (P::kPairs && copied) named_wait(kSquaresBarrier + team, 2 * kThreads);
+      if (lane == 0) row_factor[0] = factor_of_row(squares_of, K, eps);
+      __syncwarp();
+    }
     const int row = thread % kTileRows, token = thread / kTileRows;
     if (token < T && token < rows && tile * kTileRows + row < N) {
       float value = warp_sums[team][turn][0][token][row];
@@ -536,7 +684,12 @@ __global__ void __launch_bounds__(kThreads * kTeams<TYPE, T>, 1) linear_rows(
         gates[token][row] = value;  // read by the same thread
       } else {
         float* target = y + i64(token) * ldy + (paired ? tile / 2 : tile) * kTileRows + row;
-        if (activation != kNoActivation) value = __fmul_rn(activate(activation, paired ? gates[token][row] : fresh(target)), value);
+        if (activation != kNoActivation) {
+          // Through shared memory either way: a register that loads may write would be waited for together with the next tile's weights.
+          float* gate = &gates[token][row];
+          if (!paired) *gate = fresh(target);
+          value = __fmul_rn(activate(activation, *static_cast<volatile float*>(gate)), value);
+        }
         *target = add ? __fadd_rn(fresh(target), value) : value;
       }
     }

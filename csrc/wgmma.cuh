@@ -1,42 +1,19 @@
-// Products of a warpgroup (4 warps), bulk tensor copies and the barriers they complete on: compute capability 9.0 alone (sm_90a).
+// Products of a warpgroup (4 warps) and bulk tensor copies (the barriers they complete on: barriers.cuh): compute capability 9.0 alone (sm_90a).
 //
 // wgmma m64nNk16: C[64][N] += A[64][16] B[16][N], half operands, float32 sums. Warp w of the group holds rows 16 w on, laid out as in mma.cuh.
 // B, and A if not in registers, lie in shared memory in rows of 128 bytes whose 16-byte chunks are swizzled: chunk c of row i at c ^ i % 8.
 // A tile of more than 64 columns is a sequence of such planes of 64 columns. All of it begins on a multiple of 1,024 bytes.
 #pragma once
 
+#include "barriers.cuh"
 #include "mma.cuh"
 
-// ---- barriers and copies ----------------------------------------------------------------------------------------------------------
+// ---- copies -----------------------------------------------------------------------------------------------------------------------
 
 // A description of memory for bulk copies, made by the driver (cuTensorMapEncodeTiled).
 struct alignas(64) TensorMap {
   u64 opaque[16];
 };
-
-// Barriers in shared memory, by address. A phase ends when `arrivals` came and every byte announced has landed.
-__device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-}
-__device__ __forceinline__ void barrier_arrive(u32 barrier) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory"); }
-__device__ __forceinline__ void barrier_arrive_expecting(u32 barrier, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-// Waits for the end of a phase: parity 0 for the first, then in turns. A barrier that has completed nothing has the parity 1 behind it.
-__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
-  u32 done;
-  do {
-    asm volatile("{\n.reg .pred done;\nmbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\nselp.u32 %0, 1, 0, done;\n}"
-                 : "=r"(done)
-                 : "r"(barrier), "r"(parity)
-                 : "memory");
-  } while (!done);
-}
-__device__ __forceinline__ void publish_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-
-// Hardware barriers of some of the block's warps: wait for, or merely count towards, `threads` arrivals.
-__device__ __forceinline__ void named_wait(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
-__device__ __forceinline__ void named_arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
 // What this thread wrote to shared memory becomes visible to products and bulk copies, once a barrier has passed on that it did.
 __device__ __forceinline__ void publish_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

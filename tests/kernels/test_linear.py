@@ -2,6 +2,7 @@
 
 import ctypes
 import sys
+from itertools import product as combinations
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,7 +14,7 @@ from rollkv.backend import RmsNorm
 from rollkv.cuda.device import DeviceArray
 from rollkv.cuda.gemm import Gemm, slab_rows
 from rollkv.cuda.kernels import dequantise, linear_rows, repack, round_rows
-from rollkv.cuda.nvrtc import KernelError
+from rollkv.cuda.nvrtc import KernelError, find_csrc
 from rollkv.cuda.weights_gpu import CudaWeight
 from rollkv.errors import DeviceError
 from rollkv.quants import FORMATS, device_bytes, split_planes
@@ -43,8 +44,10 @@ class Recorder:
 @pytest.mark.parametrize("qtype", FORMATS)
 def test_launch_shapes_fit_every_device(qtype):
     for rows in range(1, 17):
-        for outputs, columns in ((1, FORMATS[qtype].span), (4096, 4096), (151936, 11264), (40, 65536)):
-            shape = linear_rows.launch_shape(qtype, rows, outputs, columns, NUM_SMS)
+        for outputs, columns, normed in combinations(
+            (1, 40, 4096, 151936), (FORMATS[qtype].span, 4096, 11264, 12288, 65536), (False, True)
+        ):
+            shape = linear_rows.launch_shape(qtype, rows, outputs, columns, NUM_SMS, normed)
             span = FORMATS[qtype].span
             assert rows <= shape.rows <= 16 and shape.rows < 2 * rows
             assert shape.shared_bytes + linear_rows.static_shared_bytes(qtype, shape.rows) <= linear_rows.SHARED_LIMIT
@@ -53,6 +56,19 @@ def test_launch_shapes_fit_every_device(qtype):
                 assert shape.staged_columns % (linear_rows.WARPS * span * shape.depth) == 0
             assert 1 <= shape.blocks <= -(-outputs // 16)
             assert linear_rows.spec(qtype, shape.rows, shape.depth) in linear_rows.instances()
+
+
+@pytest.mark.parametrize("qtype", FORMATS)
+def test_one_row_of_digits_has_room_for_copies(qtype):
+    """Of x as float32, whose place its digits take, and of norm beside it; and for no more columns than the kernel has barriers for."""
+    for columns in (FORMATS[qtype].span, 4096, 12288, 16384):
+        plain, normed = (linear_rows.launch_shape(qtype, 1, 4096, columns, NUM_SMS, one) for one in (False, True))
+        in_place = bool(FORMATS[qtype].metas) and columns <= 12288
+        copied = in_place and columns % 256 == 0
+        assert normed == plain._replace(shared_bytes=plain.shared_bytes + (columns * 4 if copied else 0))
+        if in_place:
+            assert plain.shared_bytes == -(-columns // 256) * 1024
+    assert f"constexpr int kCopiedUnits = {12288 // 256};" in (find_csrc() / "linear_rows.cu").read_text()
 
 
 def test_the_order_of_sums_is_no_launch_constant():
@@ -254,9 +270,10 @@ def normed(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
 
 
 @gpu
-@pytest.mark.parametrize("columns", [96, 2304, 4096, 11008])
+@pytest.mark.parametrize("columns", [96, 288, 2304, 4096, 11008, 12352])
 def test_few_rows_with_a_norm_and_a_residual(cuda, columns):
-    """One row sums its squares while it is staged, more rows beforehand: the bits must agree. 11,008 columns are staged twice."""
+    """One row sums its squares while it is staged, more rows beforehand: the bits must agree. A row of 12,352 columns is staged twice, by loads; shorter
+    ones at once, where there are bulk copies by these: 11,008 columns in three turns of the warps, the last of a part of them."""
     rng = np.random.default_rng(columns)
     tensor = random_weight("Q8_0", (83, columns), rng)
     weight, table = load_weight(cuda, tensor), values(tensor)

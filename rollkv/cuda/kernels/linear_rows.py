@@ -18,8 +18,9 @@ _ROWS = (1, 2, 4, 8, 16)
 _PAD_BYTES = 32  # of a staged row of x
 SHARED_LIMIT = 99 << 10  # what a block can have on every device from compute capability 8.0 on
 
-# Columns of x staged at a time, by rows: three bytes a column and row of quantised weights, six of the others, about half of SHARED_LIMIT. Whole turns
-# of 16 warps over units of 256 columns, at one row: then the order of the sum of squares does not depend on them.
+# Columns of x staged at a time, by rows: three bytes a column and row of quantised weights, six of the others, about half of SHARED_LIMIT; one
+# row before quantised weights four, for its digits take the place of its float32, and four more for norm. Whole turns of 16 warps over units of 256
+# columns, at one row: then the order of the sum of squares does not depend on them.
 _STAGED_COLUMNS = {
     True: {1: 12288, 2: 8192, 4: 4096, 8: 2048, 16: 1024},
     False: {1: 8192, 2: 4096, 4: 2048, 8: 1024, 16: 512},
@@ -30,6 +31,8 @@ _DEPTH = {
     "Q4_K": 2, "Q6_K": 2, "Q2_K": 2, "Q3_K": 2, "Q5_K": 2, "IQ4_XS": 2,
 }  # fmt: skip
 _UNIT = 256  # columns of x with a common scale
+_UNIT_BYTES = _UNIT * 4  # of shared memory, of a unit of one row of x: first as float32, then as digits, sums and scale
+_COPIED_UNITS = _STAGED_COLUMNS[True][1] // _UNIT  # of one row at most, each with a barrier of 8 bytes
 _SQUARES = 16  # sums that a row's sum of squares is added up from
 # Types with a shift need the sums of x over the columns that share one.
 _SUM_GROUP = {"Q4_1": 32, "Q5_1": 32, "Q4_K": 32, "Q5_K": 32, "Q2_K": 16}
@@ -67,23 +70,39 @@ def teams(qtype: str, rows: int) -> int:
 
 
 def static_shared_bytes(qtype: str, rows: int) -> int:
-    """Shared memory that the instance declares itself: sums of the warps, twice, gates, factors of the rows; sums of squares."""
-    return (teams(qtype, rows) * (2 * WARPS * TILE_ROWS * rows + rows * TILE_ROWS + rows) + _SQUARES) * 4
+    """Shared memory that the instance declares itself: sums of the warps, twice, gates, factors of the rows; sums of squares; barriers of copies."""
+    barriers = 8 * _COPIED_UNITS if _by_units(qtype, rows) else 0
+    return (teams(qtype, rows) * (2 * WARPS * TILE_ROWS * rows + rows * TILE_ROWS + rows) + _SQUARES) * 4 + barriers
+
+
+def _by_units(qtype: str, rows: int) -> bool:
+    """Whether the digits of a unit of x are written over its float32 columns."""
+    return rows == 1 and bool(FORMATS[qtype].metas)
 
 
 @cache
-def launch_shape(qtype: str, num_rows: int, num_outputs: int, columns: int, num_sms: int) -> Shape:
-    """For x (num_rows, columns) and a weight (num_outputs, columns) on a device with num_sms multiprocessors."""
+def launch_shape(qtype: str, num_rows: int, num_outputs: int, columns: int, num_sms: int, normed: bool = False) -> Shape:
+    """For x (num_rows, columns), normed or not, and a weight (num_outputs, columns) on a device with num_sms multiprocessors."""
     rows = next(r for r in _ROWS if r >= num_rows)
-    span, quantised = FORMATS[qtype].span, bool(FORMATS[qtype].metas)
+    span = FORMATS[qtype].span
     staged = min(_staged_columns(qtype, rows), -(-columns // span) * span)
-    shared = 3 * rows * (staged * (1 if quantised else 2) + _PAD_BYTES)
-    if quantised or qtype == "F16":
-        shared += -(-staged // _UNIT) * rows * 4
-    if qtype in _SUM_GROUP:
-        shared += staged // _SUM_GROUP[qtype] * rows * 4
+    shared = _staged_bytes(qtype, rows, staged)
+    if normed and _by_units(qtype, rows) and staged >= columns and columns % _UNIT == 0:
+        shared += columns * 4  # norm is copied beside x
     blocks = min(-(-num_outputs // TILE_ROWS), num_sms)
     return Shape(rows, _depth(qtype, rows), staged, shared, blocks, WARPS * 32 * teams(qtype, rows))
+
+
+def _staged_bytes(qtype: str, rows: int, columns: int) -> int:
+    quantised = bool(FORMATS[qtype].metas)
+    if _by_units(qtype, rows):
+        return -(-columns // _UNIT) * _UNIT_BYTES
+    shared = 3 * rows * (columns * (1 if quantised else 2) + _PAD_BYTES)
+    if quantised or qtype == "F16":
+        shared += -(-columns // _UNIT) * rows * 4
+    if qtype in _SUM_GROUP:
+        shared += columns // _SUM_GROUP[qtype] * rows * 4
+    return shared
 
 
 @cache
@@ -179,7 +198,7 @@ def _launch(
     if norm is not None:
         check_array("linear_rows", "norm", norm.weight, (weight.columns,), "f32")
     norm_pointer, eps = (Pointer(0), 0.0) if norm is None else (Pointer(norm.weight.ptr), norm.eps)
-    shape = launch_shape(weight.qtype, num_rows, weight.rows // 2 if paired else weight.rows, weight.columns, num_sms)
+    shape = launch_shape(weight.qtype, num_rows, weight.rows // 2 if paired else weight.rows, weight.columns, num_sms, norm is not None)
     launcher.launch(
         spec(weight.qtype, shape.rows, shape.depth),
         (shape.blocks, 1, 1),

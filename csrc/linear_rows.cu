@@ -24,7 +24,7 @@
 //           unit, asked for by the warp that stages it and waits for it alone; its digits, sums and scale take the place of its floats, 1 KiB. The
 //           second half of the first round of weights is asked for behind the copies. Where spans are units, a warp's columns are those of the two
 //           warps w: they wait for each other, not for the block, and stage a round's columns right before its products. All else (several turns,
-//           several rows, halves and floats, older devices) is staged by loads.
+//           several rows, halves and floats, older devices) is staged by loads. What a tile is added to comes by a copy as well.
 // Waits     the assembler lets all weights in flight, and whatever else is loaded across a branch, share one counter, and waits for it wherever a register
 //           that such a load may write is used or written again, on whichever way. So no load that outlives its branch but those of weights; no two
 //           loads of weights, on different ways, into the same registers before arrive(): the second would wait for all that is in flight.
@@ -39,9 +39,8 @@
 //           through shared memory (cp.async, or bulk copies by one lane), 70 to 190 KB in flight, also beside the next kernel's on one
 //           multiprocessor: 24576 x 4096 in Q8_0 takes 30 us, with the next kernel let in later 33 to 40 (two of its blocks may land on one
 //           multiprocessor). Bulk prefetches into L2 ahead of the loads: 28 to 59 us. The next kernel's first weights asked into L2: slower.
-//           A layer of the 8B shape in Q4_K takes 34.6 us; by loads alone 38.2; x as one copy 40.2; as copies of units, but beside their digits
-//           and behind all of the first round 38.5 (of these two changes one alone: 35.9 or 36.8); with staging run dry before x is there, so that
-//           its instructions are, 38.6; with a loop over the spans of a round 40.9 (docs/performance.md).
+//           A layer of the 8B shape in Q4_K takes 34.8 us; by loads alone 38.1; x as one copy 40.2; as copies of units, but beside their digits
+//           and behind all of the first round 38.5; what is added to by loads 37.6 (docs/performance.md).
 // Oracle    float64 product with quants.dequantise
 #include "activation.cuh"
 #include "barriers.cuh"
@@ -519,9 +518,12 @@ __global__ void __launch_bounds__(kThreads * kTeams<TYPE, T>, 1) linear_rows(
   extern __shared__ __align__(16) u8 dynamic[];
   __shared__ float warp_sums[kTeams<TYPE, T>][2][kWarps][T][kTileRows];  // by turns, so that a tile needs one barrier
   __shared__ float row_factors[kTeams<TYPE, T>][T], squares_of[kSquares], gates_of[kTeams<TYPE, T>][T][kTileRows];
+  constexpr bool kTight = kTightOf<TYPE> && T == 1, kHolds = P::kCopies && !kTight;
+  __shared__ __align__(16) float held_of[kHolds ? kTeams<TYPE, T> : 1][2][kTileRows];
+  __shared__ __align__(8) u64 held_barriers[kHolds ? kTeams<TYPE, T> : 1];
   __shared__ __align__(8) u64 unit_barriers[P::kCopies ? kCopiedUnits : 1];
   // Types of super-blocks: of a round's units a warp stages the one that it and the other team's warp of its number take next.
-  constexpr bool kTight = kTightOf<TYPE> && T == 1, kRounds = P::kPairs && kDepth * kWarps == P::kStagers;
+  constexpr bool kRounds = P::kPairs && kDepth * kWarps == P::kStagers;
   const typename P::Staged staged(dynamic, k_tile);
   const int team = threadIdx.x / kThreads, thread = threadIdx.x % kThreads, warp = thread >> 5, lane = threadIdx.x & 31;
   const int teams = gridDim.x * kTeams<TYPE, T>;
@@ -552,6 +554,11 @@ __global__ void __launch_bounds__(kThreads * kTeams<TYPE, T>, 1) linear_rows(
     ask(0, kBefore);
   } else {
     ask(0, kDepth);
+  }
+  const u32 held_barrier = shared_address(held_barriers + (kHolds ? team : 0));
+  if (kHolds && add && thread == 0) {
+    barrier_init(held_barrier, 1);
+    publish_barriers();
   }
   if (!kTight && copied) P::expect_units(norm, K, norm_copy, shared_address(unit_barriers));
   if (!copied && norm != nullptr && threadIdx.x == 0) {  // a line a block, for all
@@ -602,6 +609,13 @@ __global__ void __launch_bounds__(kThreads * kTeams<TYPE, T>, 1) linear_rows(
   int turn = 0;
   for (int tile = first_tile; tile - behind < tiles; tile = following_tile(tile, paired, teams), turn ^= 1) {
     typename P::Sums sums = {};
+    // What a tile is added to comes by a copy, too: no register waits for it, which would be a wait for the next weights as well, 3 us of a layer.
+    const bool whole = tile * kTileRows + kTileRows <= N, aligned = reinterpret_cast<u64>(y) % 16 == 0;
+    const bool held = kHolds && add && !paired && activation == kNoActivation && whole && aligned;
+    if (held && thread == 0) {
+      barrier_arrive_expecting(held_barrier, kTileRows * 4);
+      copy_bulk(shared_address(held_of[kHolds ? team : 0][turn]), y + tile * kTileRows, kTileRows * 4, held_barrier);
+    }
     const bool summing = T == 1 && norm != nullptr && tile == first_tile;
     float squares = 0.0f;
     int next = warp;  // the span of weights[0]
@@ -690,7 +704,12 @@ __global__ void __launch_bounds__(kThreads * kTeams<TYPE, T>, 1) linear_rows(
           if (!paired) *gate = fresh(target);
           value = __fmul_rn(activate(activation, *static_cast<volatile float*>(gate)), value);
         }
-        *target = add ? __fadd_rn(fresh(target), value) : value;
+        if (held) {
+          barrier_wait(held_barrier, turn);
+          *target = __fadd_rn(held_of[kHolds ? team : 0][turn][row], value);
+        } else {
+          *target = add ? __fadd_rn(fresh(target), value) : value;
+        }
       }
     }
   }

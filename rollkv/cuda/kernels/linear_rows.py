@@ -70,9 +70,12 @@ def teams(qtype: str, rows: int) -> int:
 
 
 def static_shared_bytes(qtype: str, rows: int) -> int:
-    """Shared memory that the instance declares itself: sums of the warps, twice, gates, factors of the rows; sums of squares; barriers of copies."""
-    barriers = 8 * _COPIED_UNITS if _by_units(qtype, rows) else 0
-    return (teams(qtype, rows) * (2 * WARPS * TILE_ROWS * rows + rows * TILE_ROWS + rows) + _SQUARES) * 4 + barriers
+    """Shared memory that the instance declares itself: sums of the warps, twice, gates, factors of the rows; sums of squares; what is added to, by turns, and
+    barriers of copies."""
+    num = teams(qtype, rows)
+    own = (num * (2 * WARPS * TILE_ROWS * rows + rows * TILE_ROWS + rows) + _SQUARES) * 4
+    copies = num * 2 * TILE_ROWS * 4 + 8 * (num + _COPIED_UNITS) if _by_units(qtype, rows) else 0
+    return -(-(own + copies) // 16) * 16
 
 
 def _by_units(qtype: str, rows: int) -> bool:

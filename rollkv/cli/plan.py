@@ -121,6 +121,7 @@ def _table(ways: "Sequence[Way]") -> str:
         (
             "exact" if way.exact else "lossy",
             way.options or "(the default)",
+            "?" if way.measured_kld is None else f"{way.measured_kld:.5f}".rstrip("0").rstrip("."),
             f"{way.tokens_per_second:.1f}",
             str(way.budget.window_cells),
             str(way.budget.tail_cells),
@@ -129,11 +130,11 @@ def _table(ways: "Sequence[Way]") -> str:
         )
         for way in ways
     ]
-    headings = ("", "options", "tok/s at most", "cells resident", "in the tail", "host memory", "device memory")
+    headings = ("", "options", "mean KLD", "tok/s at most", "cells resident", "in the tail", "host memory", "device memory")
     fits = any(way.exact and not way.budget.spills for way in ways)
     return (
-        report.table(rows, headings, align=("left", "left", *["right"] * 5))
+        report.table(rows, headings, align=("left", "left", *["right"] * 6))
         + ("\n\nEvery f16 cell fits into VRAM: nothing has to be streamed or lost." if fits else "")
-        + "\n\nexact: the bits of a run that keeps every f16 cell in VRAM. lossy: cells are rounded to fewer bits and logits change; rollkv logit-equiv"
-        "\ntells by how much. Rates are bounds behind a full context."
+        + "\n\nexact: the bits of a run that keeps every f16 cell in VRAM. lossy: cells are rounded to fewer bits and logits change. Mean KLD: nats, as"
+        "\nmeasured on a small model, SmolLM2-135M, over 8,192 tokens; rollkv logit-equiv tells what yours loses. Rates are bounds behind a full context."
     )

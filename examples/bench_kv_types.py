@@ -28,7 +28,8 @@ L2_BYTES = 200 << 20  # caches rotate over at least this much
 SHARED_BYTES = 227 << 10  # of a multiprocessor
 TYPES = ("f16", "q8_0", "q4_0", "turbo4", "turbo3", "turbo2", "q8_0/q4_0", "turbo4/turbo2", "f16/turbo3")
 FORMS = tuple(Form(*form) for form in (
-    (4, 1, 8, 4), (4, 1, 8, 3), (4, 1, 16, 3), (4, 1, 16, 2), (4, 2, 8, 2), (4, 4, 8, 1), (4, 3, 8, 1), (2, 2, 8, 4), (2, 4, 8, 2), (2, 8, 8, 1), (8, 1, 8, 2), (8, 2, 8, 1), (8, 1, 16, 1),
+    (4, 1, 8, 4), (4, 1, 8, 3), (4, 1, 16, 2), (4, 4, 8, 1), (2, 2, 8, 4), (2, 4, 8, 2), (2, 8, 8, 1), (1, 4, 8, 3), (8, 1, 8, 2), (8, 1, 16, 1),
+    (4, 4, 8, 1, False, True), (2, 8, 8, 1, False, True),
 ))  # fmt: skip
 HEADINGS = ["keys/values", "cells", "form", "us", "MiB", "GB/s", "% of memory", "merge us"]
 
@@ -111,8 +112,12 @@ class Step:
             return [taken]
         return [
             taken,
-            *(form for form in FORMS if form != taken and form.blocks * (shared_bytes(self.page, form, 1) + 1024) <= SHARED_BYTES),
+            *(form for form in FORMS if form != taken and self.fits(form)),
         ]
+
+    def fits(self, form: Form) -> bool:
+        has_table = "turbo4" in (self.page.key_type, self.page.value_type)
+        return form.blocks * (shared_bytes(self.page, form, 1) + 1024) <= SHARED_BYTES and (has_table or not form.table)
 
 
 def measure(step: Step, types: str, memory: float, others: bool) -> list[list[Any]]:
@@ -126,7 +131,7 @@ def measure(step: Step, types: str, memory: float, others: bool) -> list[list[An
             alone, whole = (
                 time_us(step.backend, [partial(step.attend, form, merged, run) for run in step.runs]) for merged in (False, True)
             )
-            timed.append((" ".join(map(str, form[:4])), whole, alone))
+            timed.append((" ".join(map(str, form[:4])) + (" table" if form.table else ""), whole, alone))
     rate = step.num_bytes / 1e3
     return [
         [types, step.cells, name, us, step.num_bytes / 2**20, rate / us, 100 * rate / us / memory, us - alone] for name, us, alone in timed

@@ -225,7 +225,7 @@ __global__ void __launch_bounds__(kThreads, kHeads <= 4 && sizeof(KeyType) + siz
   if (num_parts == 1) return;
   if (threadIdx.x < heads) part_lse[part + threadIdx.x] = softmax_lse(row_m[threadIdx.x], row_l[threadIdx.x]);
   const int launch_parts = gridDim.x / chunks;
-  if (num_parts <= kMergeSums && first_part + launch_parts == num_parts) {
+  if (num_parts <= kMergedWithin && first_part + launch_parts == num_parts) {
     merge_when_last<kThreads, kValueDim>(
         part_out, part_lse, arrivals + kv_head * chunks + chunk, out, num_parts, launch_parts, num_heads, head, heads);
   }

@@ -9,7 +9,7 @@
 //           the shares of a team are merged in their order, a warp some columns. kv_fragments.cuh has the operands.
 // Pipeline  kRing loads of 16 bytes a lane run ahead in the order in which they are decoded, into the next page of the team; scales come a page ahead into shared
 //           memory. Only the newest page waits for the kernel before.
-// Bound     device memory from 4 bits on, issue slots below.
+// Bound     device memory in q8_0; below, issue slots, and in turbo4 what shared memory can move (docs/performance.md).
 #include "attn_merge.cuh"
 #include "kv_fragments.cuh"
 #include "kv_page.cuh"
@@ -65,7 +65,7 @@ constexpr int parts_of(int slots, int tiles) {
   return parts;
 }
 
-// kBlocks: that a multiprocessor must have room for. kFew: the form for few pages, one a block, which merges up to kMergeSums of them. kTable: turbo4 looks its
+// kBlocks: that a multiprocessor must have room for. kFew: the form for few pages, one a block, which merges up to kMergedWithin of them. kTable: turbo4 looks its
 // levels up in shared memory.
 template <typename KeyType, typename ValueType, int kKeyDim, int kValueDim, int kPageCells, int kWarps, int kTeams, int kRing, int kBlocks, bool kFew,
           bool kTable>
@@ -113,16 +113,16 @@ __global__ void __launch_bounds__(kWarps * kTeams * 32, kBlocks) attn_decode_cod
   u8* const stats = of_team + kWarps * Memory::kSums;  // [2][kWarps], pages by turns: maxima and sums of 8 heads, and what undoes the raising of weights
   u8* const scales = of_team + kWarps * (Memory::kSums + Memory::kStats) + share * Memory::kScales;  // [2][of keys, of values]
   u8* const queries = shared + Memory::kQueries;                                                  // [R][kBand]
-  const Constants<KeyType> of_keys;
-  auto of_values = [&] {
+  const Constants<KeyType> key_constants;
+  auto value_constants = [&] {
     if constexpr (kSame<KeyType, ValueType>) {
-      return of_keys;
+      return key_constants;
     } else {
       return Constants<ValueType>();
     }
   };
-  const Keys keys{{t, shared, of_keys}};
-  const Values values{{g, shared, of_values()}};
+  const Keys keys{{t, shared, key_constants}};
+  const Values values{{g, shared, value_constants()}};
   let_next_begin();
 
   // A page's first byte, and how far from it lies what this lane reads.
@@ -490,7 +490,7 @@ __global__ void __launch_bounds__(kWarps * kTeams * 32, kBlocks) attn_decode_cod
     if constexpr (kLoads > kValueBegin + kValueLoads) load_ahead(kValueBegin + kValueLoads, kLoads - kValueBegin - kValueLoads);
   }
   if constexpr (kFew) {
-    if (num_parts > 1 && num_parts <= kMergeSums && first_part + num_pages == num_parts) {
+    if (num_parts > 1 && num_parts <= kMergedWithin && first_part + num_pages == num_parts) {
       merge_when_last<kThreads, kValueDim>(
           part_out, part_lse, arrivals + kv_head * gridDim.x + chunk, out, num_parts, gridDim.z, num_heads, head, heads);
     }

@@ -268,7 +268,7 @@ __global__ void __launch_bounds__(kWarps * 32, leave_room(kBlocks, kDim)) attn_d
     }
   }
   if constexpr (kBlocks == 1) {  // the form for few pages
-    if (num_parts > 1 && num_parts <= kMergeSums && first_part + gridDim.z == num_parts) {
+    if (num_parts > 1 && num_parts <= kMergedWithin && first_part + gridDim.z == num_parts) {
       merge_when_last<kThreads, kDim>(
           part_out, part_lse, arrivals + kv_head * gridDim.x + chunk, out, num_parts, gridDim.z, num_heads, head, heads);
     }

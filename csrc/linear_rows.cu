@@ -16,7 +16,7 @@
 // Gate      activation != 0: the result is activation(gate) * up. With `paired`, W's tiles of 16 rows are gate and up by turns, N counts both and
 //           y has N / 2 columns; else W is up alone, and y holds the gate and is overwritten.
 // Operands  x f32 [rows][K]; norm f32 [K] or null; planes of TYPE, weight [N, K]; bias f32 [N] or null; y f32 [rows][ldy], ldy >= its columns.
-// Mapping   a block has two teams of 8 warps, which share the staged x and nothing else. A team takes tiles of 16 weight rows (pairs of them), one after
+// Mapping   a block has two teams of 8 warps, which share the staged x and its sums of squares. A team takes tiles of 16 weight rows (pairs of them), one after
 //           another; warp w takes the spans w, w + 8, ... of the tile in ascending order and keeps a round of kDepth spans of weights in flight,
 //           across staging and across tiles; the first ones are on their way before the kernels before this one have ended. x is staged in
 //           shared memory, k_tile columns at a time (once, where all of K fits). Warp sums are added in the order of the warps.
@@ -24,7 +24,7 @@
 //           unit, asked for by the warp that stages it and waits for it alone; its digits, sums and scale take the place of its floats, 1 KiB. The
 //           second half of the first round of weights is asked for behind the copies. Where spans are units, a warp's columns are those of the two
 //           warps w: they wait for each other, not for the block, and stage a round's columns right before its products. All else (several turns,
-//           several rows, halves and floats, older devices) is staged by loads. What a tile is added to comes by a copy as well.
+//           several rows, halves and floats, older devices) is staged by loads. What a whole tile of such a row is added to comes by a copy as well.
 // Waits     the assembler lets all weights in flight, and whatever else is loaded across a branch, share one counter, and waits for it wherever a register
 //           that such a load may write is used or written again, on whichever way. So no load that outlives its branch but those of weights; no two
 //           loads of weights, on different ways, into the same registers before arrive(): the second would wait for all that is in flight.
@@ -524,6 +524,7 @@ __global__ void __launch_bounds__(kThreads * kTeams<TYPE, T>, 1) linear_rows(
   __shared__ __align__(8) u64 unit_barriers[P::kCopies ? kCopiedUnits : 1];
   // Types of super-blocks: of a round's units a warp stages the one that it and the other team's warp of its number take next.
   constexpr bool kRounds = P::kPairs && kDepth * kWarps == P::kStagers;
+  static_assert(kRounds || !P::kPairs, "a round is a unit of each warp that stages");
   const typename P::Staged staged(dynamic, k_tile);
   const int team = threadIdx.x / kThreads, thread = threadIdx.x % kThreads, warp = thread >> 5, lane = threadIdx.x & 31;
   const int teams = gridDim.x * kTeams<TYPE, T>;
@@ -547,8 +548,8 @@ __global__ void __launch_bounds__(kThreads * kTeams<TYPE, T>, 1) linear_rows(
     }
   };
   // Copies of x come behind all weights that their multiprocessor asked for before them. So half of a round goes first, and the other half comes
-  // while x is staged: a layer of the 8B shape in Q4_K takes 34.6 us, 36.8 where all of the round goes first; in Q8_0 53.8 and 55.0, in Q6_K 46.4
-  // and 49.4. How much goes first must not depend on what is known late: see Waits.
+  // while x is staged: 1.2 to 3 us of a layer of the 8B shape. How much goes first must not depend on what is known late (see Waits), so the other half waits
+  // as well where x is not copied.
   constexpr int kBefore = P::kCopies ? (kDepth + 1) / 2 : kDepth;
   if (!kTight || copied) {
     ask(0, kBefore);

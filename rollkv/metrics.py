@@ -73,7 +73,7 @@ def measure_slice(positions: np.ndarray, reference: np.ndarray, candidate: np.nd
     kld = np.where(finite, 0.0, inf)
     max_abs = squared = tv = 0.0
     if (apart := finite & unequal).any():
-        figures = [measure_row(want, got) for want, got in zip(reference[apart], candidate[apart], strict=True)]
+        figures = [measure_row(reference[index], candidate[index]) for index in np.flatnonzero(apart)]
         max_abs = max(row.max_abs for row in figures)
         squared, tv = sum(row.squared for row in figures), sum(row.tv for row in figures)
         kld[apart] = [row.kld for row in figures]

@@ -16,6 +16,7 @@ from rollkv.tasks.suggest import Way, ways_to_fit
 from rollkv.units import GIB
 
 MODEL = "synth:qwen3-8b"
+DOCS = Path(__file__).parents[1] / "docs" / "kv-types.md"
 
 
 def ways(cap: int, ctx_size: int = 65536) -> tuple[Way, ...]:
@@ -98,6 +99,29 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     assert [way["exact"] for way in found].count(True) == 1 and {"cache_type_k", "options", "budget"} <= found[0].keys()
     assert main([*command[:5], "--vram-target", "24GiB", "--suggest"]) == 0
     assert "Every f16 cell fits" in capsys.readouterr().out
+
+
+def test_what_types_were_measured_to_lose(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As docs/kv-types.md has it; unknown where layers are protected."""
+    monkeypatch.setenv("ROLLKV_CACHE_DIR", str(tmp_path))
+    rows = (line.split("|")[1:3] for line in DOCS.read_text().splitlines() if line.count("|") == 10)
+    table = {name.strip(): mean.strip() for name, mean in rows}
+    for way in ways(12 * GIB):
+        cache = way.cache
+        name = f"{cache.key_type}/{cache.value_type}" + (" rotated" if cache.kv_rotate else "")
+        name = "f16, window" if way.exact else "f16, tail q8_0" if cache.recodes else name
+        assert way.measured_kld is not None and float(table[name]) == way.measured_kld, name
+    command = ("plan", "-m", MODEL, "-c", "65536", "--vram-target", "12GiB", "--suggest")
+    assert main([*command]) == 0
+    text = capsys.readouterr().out
+    assert "mean KLD" in text and " 0.00047 " in text and " ? " not in text
+    assert main([*command, "--kv-protect", "2"]) == 0
+    assert capsys.readouterr().out.count(" ? ") == 8
+    assert main([*command, "--kv-protect", "2", "-o", "json"]) == 0
+    found = json.loads(capsys.readouterr().out)["ways"]
+    assert {way["measured_kld"] for way in found if not way["exact"]} == {None} and [
+        way["measured_kld"] for way in found if way["exact"]
+    ] == [0]
 
 
 @pytest.mark.parametrize(

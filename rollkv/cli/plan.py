@@ -136,5 +136,6 @@ def _table(ways: "Sequence[Way]") -> str:
         report.table(rows, headings, align=("left", "left", *["right"] * 6))
         + ("\n\nEvery f16 cell fits into VRAM: nothing has to be streamed or lost." if fits else "")
         + "\n\nexact: the bits of a run that keeps every f16 cell in VRAM. lossy: cells are rounded to fewer bits and logits change. Mean KLD: nats, as"
-        "\nmeasured on a small model, SmolLM2-135M, over 8,192 tokens; rollkv logit-equiv tells what yours loses. Rates are bounds behind a full context."
+        "\nmeasured on a small model, SmolLM2-135M, over 8,192 tokens (?: not with protected layers); rollkv logit-equiv tells what yours loses."
+        "\nRates are bounds behind a full context."
     )

@@ -28,8 +28,8 @@ from rollkv.units import format_size
 
 # Rounding activations to 16 bits moves the logits of small models by 0.004 rms; a margin this small may go either way.
 DEFAULT_NOISE = 0.05
-# Beside the engine, which computes the next rows meanwhile. One thread took 50 s for the 10 GB of 16,384 rows over 152,000 tokens.
-_THREADS = min(16, len(os.sched_getaffinity(0)))
+# Beside the engine, which computes the next rows meanwhile. One thread takes 20 s for the 10 GB of 16,384 rows over 152,000 tokens.
+_THREADS = min(8, len(os.sched_getaffinity(0)))
 _BACKLOG = 2 * _THREADS  # slices of up to 16 rows, 10 MB each at 152,000 tokens
 
 

@@ -15,7 +15,7 @@ _KINDS: tuple[tuple[str, dict[str, Any], float], ...] = (
     ("--cache-type-tail-k q8_0 --cache-type-tail-v q8_0", {"tail_key_type": "q8_0", "tail_value_type": "q8_0"}, 0.00004),
     ("--cache-type-k q8_0 --cache-type-v q8_0", {"key_type": "q8_0", "value_type": "q8_0"}, 0.00047),
     ("--cache-type-k q8_0 --cache-type-v turbo3", {"key_type": "q8_0", "value_type": "turbo3"}, 0.028),
-    ("--cache-type-k q4_0 --cache-type-v q4_0 --kv-rotate", {"key_type": "q4_0", "value_type": "q4_0", "kv_rotate": True}, 0.052),
+    ("--cache-type-k q4_0 --cache-type-v q4_0 --kv-rotate", {"key_type": "q4_0", "value_type": "q4_0", "kv_rotate": True}, 0.051),
     ("--cache-type-k turbo4 --cache-type-v turbo4", {"key_type": "turbo4", "value_type": "turbo4"}, 0.062),
     ("--cache-type-k turbo4 --cache-type-v turbo2", {"key_type": "turbo4", "value_type": "turbo2"}, 0.22),
     ("--cache-type-k turbo3 --cache-type-v turbo3", {"key_type": "turbo3", "value_type": "turbo3"}, 0.28),

@@ -19,9 +19,10 @@ _SOME_BLOCKS = 256  # of 8 warps, that an H200 runs at once
 _MAX_HEADS = 8  # query heads that one block holds sums for
 _UNIT_CELLS = 32  # that a warp takes at a time
 _TABLE_BYTES = 1 << 16
+_WEIGHTED = ("turbo4", "turbo3", "turbo2")  # types whose scales of values are part of the weights
 _WORD_ELEMENTS = {"f16": 8, "q8_0": 4, "q4_0": 8, "turbo4": 8, "turbo3": 16, "turbo2": 16}  # kWord in csrc/kv_fragments.cuh
-# Shared memory that a block may have, in KiB, by architecture; 227 where none is named.
-_SHARED_KIB = {"sm_80": 163, "sm_87": 163, "sm_86": 99, "sm_89": 99, "sm_120": 99, "sm_120a": 99}
+# Shared memory that a block may have, in KiB, by compute capability; 99 where none is named. A multiprocessor has 1 KiB more, and each block takes one.
+_SHARED_KIB = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227}
 
 
 class Form(NamedTuple):
@@ -62,29 +63,34 @@ def choose_form(page: PageFormat, group: int, num_bands: int, num_parts: int, ar
     types, wide = {page.key_type, page.value_type}, max(page.key_dim, page.value_dim) > 128
     mixed = len(types) > 1  # takes more registers
     roomy = capability_of(arch) != 90  # and so does code for other chips than the one these forms were measured on
+    # Weights are kept in registers once for every group of rotated values, those of 32 cells by each of eight warps, of 128 by each of two.
+    turbo = types <= set(_WEIGHTED)
+    several = page.value_type in _WEIGHTED and KV_TYPES[page.value_type].num_scales(page.value_dim) > 1
     if num_parts <= MERGED_WITHIN:
         form = Form(8, 1, 16, 1, few=True)
     elif wide and "f16" in types:
         form = Form(8, 1, 16, 1)
     elif wide:
         form = Form(8, 1, 4 if mixed or roomy else 8, 2)
-    elif blocks <= _SOME_BLOCKS or ("f16" in types and mixed):
-        form = Form(8, 1, 8, 2)
+    elif blocks <= _SOME_BLOCKS or ("f16" in types and mixed) or several:
+        form = Form(8, 1, 4 if several and roomy else 8, 2)
     elif types == {"turbo4"} and _shared_bytes_of(arch) > 2 * _TABLE_BYTES:
-        form = Form(2, 6 if roomy else 8, 8, 1, table=True)
-    elif not (mixed or roomy) and types <= {"turbo4", "turbo3", "turbo2"}:
+        form = Form(2, 6 if roomy else 8, 8, 1, table=True) if page.key_dim == page.value_dim else Form(4, 2, 8, 1, table=True)
+    elif turbo and not (mixed or roomy) and page.key_dim == page.value_dim:
         form = Form(2, 8, 8, 1) if types == {"turbo3"} else Form(2, 2, 8, 4)
     else:
         form = Form(4, 1, 8, 3 if mixed or types & {"f16", "turbo4"} else 4)
     form = form._replace(warps=min(form.warps, units))
     while shared_bytes(page, form, num_bands) > _shared_bytes_of(arch):
         form = form._replace(teams=form.teams // 2) if form.teams > 1 else form._replace(warps=form.warps // 2)
+    while form.blocks * (shared_bytes(page, form, num_bands) + 1024) > _shared_bytes_of(arch) + 1024:
+        form = form._replace(blocks=form.blocks - 1)
     return form
 
 
 def _shared_bytes_of(arch: str) -> int:
     """That a block may have."""
-    return _SHARED_KIB.get(arch, 227) << 10
+    return _SHARED_KIB.get(capability_of(arch), 99) << 10
 
 
 @cache
@@ -133,6 +139,7 @@ def instances() -> tuple[KernelSpec, ...]:
         ("turbo4", "turbo3"),
     )
     pages = [PageFormat(8, 128, 128, *pair, 256) for pair in pairs]
+    pages += [PageFormat(8, dim, dim, name, name, 256) for name in coded[2:] for dim in (80, 96)]
     pages += [PageFormat(8, dim, dim, name, name, 256) for name in coded for dim in (64, 128, 256)]
     pages += [PageFormat(8, 80, 112, "turbo3", "turbo2", 64), PageFormat(8, 192, 48, "f16", "turbo3", 16)]
     archs: dict[KernelSpec, list[str]] = {}  # that choose it

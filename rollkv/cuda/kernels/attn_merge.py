@@ -43,7 +43,7 @@ def merge_parts_bytes(num_parts: int, layer: LayerConfig) -> int:
 def merge_parts(
     launcher: Launcher, part_out: DeviceArray, part_lse: DeviceArray, num_parts: int, layer: LayerConfig, out: DeviceArray
 ) -> None:
-    """out = the attention whose parts are 0 .. num_parts - 1; an empty part is (anything, -inf), all empty gives 0.
+    """out = the attention whose parts are 0 .. num_parts - 1; an empty part is (anything, -inf), all empty gives 0. (Blocks that merge by themselves want (0, -inf), which kernels write.)
 
     part_out: f32 [parts, H, Dv]; part_lse: f32 [parts, H], natural logarithm; out: f32 [1, H*Dv]. Reads and writes merge_parts_bytes.
     Raises KernelError on other shapes.

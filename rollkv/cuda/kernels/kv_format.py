@@ -14,7 +14,7 @@ from rollkv.rope import rotations
 
 PAGE_CELLS = (16, 32, 64, 128, 256)
 MAX_HEAD_DIM = 256
-MERGED_WITHIN = 16  # parts of a decode step up to which its attention kernels merge them themselves: kMergeSums of csrc/attn_merge.cuh
+MERGED_WITHIN = 16  # parts of a decode step up to which its attention kernels merge them themselves: kMergedWithin of csrc/attn_merge.cuh
 _ELEMENTS: dict[str, str] = {
     "f32": "float", "f16": "Half", "bf16": "Bf16", "q8_0": "Q8_0", "q4_0": "Q4_0", "turbo4": "Turbo4", "turbo3": "Turbo3", "turbo2": "Turbo2"
 }  # fmt: skip

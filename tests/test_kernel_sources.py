@@ -1,6 +1,6 @@
 """Every kernel instance compiles for every architecture, without a GPU, and spills nothing.
 
-Six minutes of one core, two of CI's five: when instances took turns, one architecture each, spills on the others went unseen.
+Six minutes of one core, two of CI's six: when instances took turns, one architecture each, spills on the others went unseen.
 Cubins are kept in pytest's cache directory with the compiler's log: what did not change since the last run is not compiled again.
 """
 

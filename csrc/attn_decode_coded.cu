@@ -11,6 +11,7 @@
 //           memory. Only the newest page waits for the kernel before.
 // Bound     device memory in q8_0; below, issue slots, and in turbo4 what shared memory can move (docs/performance.md).
 #include "attn_merge.cuh"
+#include "barriers.cuh"
 #include "kv_fragments.cuh"
 #include "kv_page.cuh"
 
@@ -35,7 +36,7 @@ __device__ __forceinline__ void team_barrier(int team) {
   if constexpr (kThreads == 32) {
     __syncwarp();
   } else {
-    asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "n"(kThreads) : "memory");
+    named_wait(team + 1, kThreads);
   }
 }
 

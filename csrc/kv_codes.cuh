@@ -219,11 +219,24 @@ __device__ __forceinline__ void store_row(const HeadRow<kDim>& row, const HeadCe
 
 // ---- reading ----------------------------------------------------------------------------------------------------------------------
 
-// Halves of levels by bytes: the high bytes of turbo4's magnitudes, 8 in two words, and the low ones; the high bytes of turbo3's levels.
+// The bits of a positive number that a half holds exactly.
+constexpr u32 half_bits(float x) {
+  u32 exponent = 15;
+  while (x >= 2.0f) x /= 2, exponent++;
+  while (x < 1.0f) x *= 2, exponent--;
+  return exponent << 10 | u32((x - 1.0f) * 1024.0f);
+}
+
+// The bytes of eight levels, as halves: of turbo4's magnitudes, or of turbo3's levels, by magnitude and sign. Words 0 and 1 are the high bytes, 2 and 3 the low ones.
 template <typename T>
-constexpr u32 level_bytes(int i) {
-  constexpr u32 turbo4[4] = {0x3b393630u, 0x41403e3du, 0x8a41351cu, 0x77237906u}, turbo3[2] = {0x403d3a34u, 0xc0bdbab4u};
-  return kSame<T, Turbo4> ? turbo4[i] : turbo3[i % 2];
+constexpr u32 level_bytes(int word) {
+  u32 bytes = 0;
+  for (int k = 0; k < 4; k++) {
+    const int entry = word % 2 * 4 + k;
+    const u32 bits = half_bits(Book<T>::upper(entry % Book<T>::kUpper)) | (entry < Book<T>::kUpper ? 0u : 0x8000u);
+    bytes |= (word < 2 ? bits >> 8 : bits & 0xffu) << 8 * k;
+  }
+  return bytes;
 }
 
 // The levels of eight codes of 4 bits, two a register: of turbo4, or of turbo3, a magnitude and above it the sign, and a bit that means nothing. A byte permute

@@ -522,9 +522,8 @@ __global__ void __launch_bounds__(kThreads * kTeams<TYPE, T>, 1) linear_rows(
   __shared__ __align__(16) float held_of[kHolds ? kTeams<TYPE, T> : 1][2][kTileRows];
   __shared__ __align__(8) u64 held_barriers[kHolds ? kTeams<TYPE, T> : 1];
   __shared__ __align__(8) u64 unit_barriers[P::kCopies ? kCopiedUnits : 1];
-  // Types of super-blocks: of a round's units a warp stages the one that it and the other team's warp of its number take next.
-  constexpr bool kRounds = P::kPairs && kDepth * kWarps == P::kStagers;
-  static_assert(kRounds || !P::kPairs, "a round is a unit of each warp that stages");
+  // With kPairs, of a round's units a warp stages the one that it and the other team's warp of its number take next.
+  static_assert(!P::kPairs || kDepth * kWarps == P::kStagers, "a round is a unit of each warp that stages");
   const typename P::Staged staged(dynamic, k_tile);
   const int team = threadIdx.x / kThreads, thread = threadIdx.x % kThreads, warp = thread >> 5, lane = threadIdx.x & 31;
   const int teams = gridDim.x * kTeams<TYPE, T>;
@@ -570,7 +569,7 @@ __global__ void __launch_bounds__(kThreads * kTeams<TYPE, T>, 1) linear_rows(
   if (!kTight || copied) ask(kBefore, kDepth);
 
   float squares_of_copies = 0.0f;
-  if (copied && !kRounds) {
+  if (copied && !P::kPairs) {
 #pragma unroll 1
     for (int unit = threadIdx.x >> 5; unit * kUnit < K; unit += P::kStagers) {
       P::stage_copied(unit, norm != nullptr, norm_copy, staged, shared_address(unit_barriers), squares_of_copies);
@@ -624,9 +623,7 @@ __global__ void __launch_bounds__(kThreads * kTeams<TYPE, T>, 1) linear_rows(
       const int end = min(spans, first + staged_spans);
       if (tile == first_tile || staged_spans < spans) {
         if (staged_spans < spans) __syncthreads();
-        if (kRounds && copied) {
-          // staged below, a round at a time
-        } else {
+        if (!(P::kPairs && copied)) {  // else below, a round at a time
           if (copied) {
             squares = squares_of_copies;
           } else {
@@ -640,9 +637,9 @@ __global__ void __launch_bounds__(kThreads * kTeams<TYPE, T>, 1) linear_rows(
           if (kTight && summing && end == spans && warp == 0 && lane == 0) row_factor[0] = factor_of_row(squares_of, K, eps);  // read behind the team's barrier
         }
       }
-      const bool staging = kRounds && copied && tile == first_tile;
+      const bool staging = P::kPairs && copied && tile == first_tile;
       for (; staging ? next - warp < end : tile < tiles && next < end; next += kDepth * kWarps) {
-        if constexpr (kRounds) {
+        if constexpr (P::kPairs) {
           if (staging) {
             const int unit = next - warp + (threadIdx.x >> 5);
             if (unit < end) P::stage_copied(unit, norm != nullptr, norm_copy, staged, shared_address(unit_barriers), squares);
@@ -683,7 +680,7 @@ __global__ void __launch_bounds__(kThreads * kTeams<TYPE, T>, 1) linear_rows(
       }
     }
     named_wait(kTeamBarrier + team, kThreads);
-    if (summing && warp == 0 && (!kTight || (kRounds && copied))) {  // here, while the next tile's weights come
+    if (summing && warp == 0 && (!kTight || (P::kPairs && copied))) {  // here, while the next tile's weights come
       if (P::kPairs && copied) named_wait(kSquaresBarrier + team, 2 * kThreads);
       if (lane == 0) row_factor[0] = factor_of_row(squares_of, K, eps);
       __syncwarp();

@@ -115,6 +115,11 @@ class Cache:
             runs.append(PageRun(pools[pool], slots, slot, number, 1))
         return runs
 
+    def launches(self, pools: list[Any], cuts: tuple[int, ...], first_page: int, together: int) -> list[tuple[PageRun, ...]]:
+        """The runs of a step as its launches take them: so many together."""
+        runs = self.runs(pools, cuts, first_page)
+        return [tuple(runs[first : first + together]) for first in range(0, len(runs), together)]
+
 
 def make_cache(
     rng: np.random.Generator,

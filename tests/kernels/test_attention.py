@@ -137,6 +137,13 @@ class StepMemory:
         return self.cuda.read(self.out).reshape(self.layer.num_heads, -1), part_out[: self.num_parts], part_lse[: self.num_parts]
 
 
+def merge(cuda: Any, layer: LayerConfig, part_out: np.ndarray, part_lse: np.ndarray) -> np.ndarray:
+    """[1, H*Dv] of all states [parts, H, Dv], [parts, H], by the kernel that merges alone."""
+    out = poisoned(cuda, "merged", (1, layer.num_heads * layer.value_dim))
+    attn_merge.merge_parts(cuda.launcher, cuda.upload("part_out", part_out), cuda.upload("part_lse", part_lse), len(part_out), layer, out)
+    return cuda.read(out)
+
+
 def run_step(
     cuda: Any,
     cache: Cache,
@@ -159,10 +166,8 @@ def run_step(
     memory = StepMemory(cuda, layer, first_page, cache.num_pages - first_page)
     position = cuda.upload("position", np.array([newest], np.int32))
     projected = project(cuda, q, cache, layer)
-    for _ in range(repeats):
-        runs = cache.runs(pools, cuts, first_page)
-        for first in range(0, len(runs), together):
-            cuda.attend_step(projected, position, tuple(runs[first : first + together]), cache.page, scale, memory.parts, memory.out)
+    for runs in cache.launches(pools, cuts, first_page, together) * repeats:
+        cuda.attend_step(projected, position, runs, cache.page, scale, memory.parts, memory.out)
     for after, wanted in zip(pools, cache.pools, strict=True):
         np.testing.assert_array_equal(cuda.read(after), wanted)
     return memory.read()
@@ -295,9 +300,7 @@ def test_merge(cuda: Any, num_parts: int, value_dim: int) -> None:
     part_lse[:, 0] = -np.inf
     part_out[np.isinf(part_lse)] = np.nan
     part_lse[num_parts - 1, 4] = np.nan
-    out, parts = poisoned(cuda, "out", (1, 5 * value_dim)), (cuda.upload("part_out", part_out), cuda.upload("part_lse", part_lse))
-    attn_merge.merge_parts(cuda.launcher, *parts, num_parts, layer, out)
-    merged = cuda.read(out).reshape(5, value_dim)
+    merged = merge(cuda, layer, part_out, part_lse).reshape(5, value_dim)
     weights = np.exp(part_lse[:, 1:4].astype(np.float64) - part_lse[:, 1:4].max(axis=0))
     states = np.where(weights[..., None] > 0, part_out[:, 1:4], 0).astype(np.float64)
     exact = (weights[..., None] * states).sum(axis=0) / weights.sum(axis=0)[:, None]
@@ -318,10 +321,7 @@ def test_merging_in_a_kernel_of_its_own_gives_the_same(cuda: Any, group: int, di
     out, part_out, part_lse = run_step(cuda, cache, q, layer, 0.1)
     if cache.num_pages == 1:  # the state is the result
         part_out, part_lse = out[None], np.zeros((1, 2 * group), np.float32)
-    again = poisoned(cuda, "again", (1, 2 * group * dim))
-    parts = (cuda.upload("part_out", part_out), cuda.upload("part_lse", part_lse))
-    attn_merge.merge_parts(cuda.launcher, *parts, cache.num_pages, layer, again)
-    assert relative_error(cuda.read(again).reshape(out.shape), out) < FLOAT_ERROR
+    assert relative_error(merge(cuda, layer, part_out, part_lse).reshape(out.shape), out) < FLOAT_ERROR
 
 
 @gpu

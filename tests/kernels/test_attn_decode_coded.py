@@ -21,7 +21,7 @@ from rollkv.cuda.kernels import attn_decode_coded, attn_merge, prepare_step
 from rollkv.cuda.kernels.kv_format import MERGED_WITHIN
 from rollkv.cuda.nvrtc import ARCHS, KernelError, compile_cubin, find_csrc
 from rollkv.rope import bands
-from test_attention import FLOAT_ERROR, StepMemory, poisoned
+from test_attention import FLOAT_ERROR, StepMemory, merge
 
 gpu = pytest.mark.gpu
 NUM_SMS = 132
@@ -87,13 +87,10 @@ def step(
     memory = StepMemory(cuda, layer, first_page, cache.num_pages - first_page)
     position = cuda.upload("position", np.array([cache.keys.shape[0] - 1], np.int32))
     cuda.write(memory.q, q)
-    for _ in range(repeats):
-        runs = cache.runs(pools, cuts, first_page)
-        for first in range(0, len(runs), together):
-            some = tuple(runs[first : first + together])
-            attn_decode_coded.attend_coded(
-                cuda.launcher, position, some, layer, cache.page, scale, memory.parts, memory.out, num_sms=num_sms, form=form
-            )
+    for runs in cache.launches(pools, cuts, first_page, together) * repeats:
+        attn_decode_coded.attend_coded(
+            cuda.launcher, position, runs, layer, cache.page, scale, memory.parts, memory.out, num_sms=num_sms, form=form
+        )
     for after, before in zip(pools, cache.pools, strict=True):
         np.testing.assert_array_equal(cuda.read(after), before)
     return memory.read()
@@ -166,10 +163,7 @@ def test_merging_in_a_kernel_of_its_own_gives_the_same(cuda: Any, key_type: Any,
     cache = make_cache(np.random.default_rng(16), page, cells)
     q = np.random.default_rng(17).standard_normal((1, 10 * 64)).astype(np.float32)
     out, part_out, part_lse = step(cuda, cache, q, layer, 0.1)
-    again = poisoned(cuda, "again", (1, 10 * 128))
-    parts = (cuda.upload("part_out", part_out), cuda.upload("part_lse", part_lse))
-    attn_merge.merge_parts(cuda.launcher, *parts, cache.num_pages, layer, again)
-    assert relative_error(cuda.read(again).reshape(out.shape), out) < FLOAT_ERROR
+    assert relative_error(merge(cuda, layer, part_out, part_lse).reshape(out.shape), out) < FLOAT_ERROR
 
 
 @gpu
@@ -198,12 +192,9 @@ def test_forms(cuda: Any, types: tuple[Any, Any], dims: tuple[int, int], page_ce
     page, layer = PageFormat(2, *dims, *types, page_cells, True, True), make_layer(10, 2, *dims, 3000)
     cache = make_cache(np.random.default_rng(30), page, 20 * page_cells + 77, places="two")
     q = (np.random.default_rng(31).standard_normal((1, 10 * dims[0])) * 2).astype(np.float32)
-    out, part_out, part_lse = step(cuda, cache, q, layer, 0.1, form=form, num_sms=1)
+    _, part_out, part_lse = step(cuda, cache, q, layer, 0.1, form=form, num_sms=1)
     oracle = q.reshape(1, 10, -1).astype(np.float64), cache.keys, cache.values, cache.keys.shape[0] - 1, 0.1, 3000
-    merged = poisoned(cuda, "merged", (1, 10 * dims[1]))
-    parts = (cuda.upload("part_out", part_out), cuda.upload("part_lse", part_lse))
-    attn_merge.merge_parts(cuda.launcher, *parts, cache.num_pages, layer, merged)
-    assert_close(cuda.read(merged), page, *oracle)
+    assert_close(merge(cuda, layer, part_out, part_lse), page, *oracle)
     again = step(cuda, cache, q, layer, 0.1, (3, 4), form=form, num_sms=7)
     np.testing.assert_array_equal(part_out, again[1])
     np.testing.assert_array_equal(part_lse, again[2])

@@ -19,7 +19,6 @@ _SOME_BLOCKS = 256  # of 8 warps, that an H200 runs at once
 _MAX_HEADS = 8  # query heads that one block holds sums for
 _UNIT_CELLS = 32  # that a warp takes at a time
 _TABLE_BYTES = 1 << 16
-_WEIGHTED = ("turbo4", "turbo3", "turbo2")  # types whose scales of values are part of the weights
 _WORD_ELEMENTS = {"f16": 8, "q8_0": 4, "q4_0": 8, "turbo4": 8, "turbo3": 16, "turbo2": 16}  # kWord in csrc/kv_fragments.cuh
 # Shared memory that a block may have, in KiB, by compute capability; 99 where none is named. A multiprocessor has 1 KiB more, and each block takes one.
 _SHARED_KIB = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227}
@@ -64,8 +63,8 @@ def choose_form(page: PageFormat, group: int, num_bands: int, num_parts: int, ar
     mixed = len(types) > 1  # takes more registers
     roomy = capability_of(arch) != 90  # and so does code for other chips than the one these forms were measured on
     # Weights are kept in registers once for every group of rotated values, those of 32 cells by each of eight warps, of 128 by each of two.
-    turbo = types <= set(_WEIGHTED)
-    several = page.value_type in _WEIGHTED and KV_TYPES[page.value_type].num_scales(page.value_dim) > 1
+    turbo, values = all(KV_TYPES[name].rotated for name in types), KV_TYPES[page.value_type]
+    several = values.rotated and values.num_scales(page.value_dim) > 1
     if num_parts <= MERGED_WITHIN:
         form = Form(8, 1, 16, 1, few=True)
     elif wide and "f16" in types:

@@ -61,7 +61,6 @@ constexpr int kSquares = 16;           // sums that a row's sum of squares is ad
 constexpr int kUnit = 256;             // columns of x with a common scale
 constexpr int kPadBytes = 32;          // of a staged row beyond its own: so neighbouring rows lie in different banks
 constexpr int kUnitBytes = kUnit * 4;  // of a unit of one row: as it comes, and as digits, sums and scale, which take its place
-constexpr int kCopiedUnits = 48;       // of a row that bulk copies bring: each has a barrier
 
 // ---- tensor cores -----------------------------------------------------------------------------------------------------------------
 
@@ -515,13 +514,12 @@ __global__ void __launch_bounds__(kThreads * kTeams<TYPE, T>, 1) linear_rows(
     int rows, int N, int K, int ldy, int k_tile, float eps, int activation, int paired, int add) {
   using P = Product<TYPE, T>;
   using Q = Quant<TYPE>;
-  extern __shared__ __align__(16) u8 dynamic[];
+  extern __shared__ __align__(128) u8 dynamic[];  // of 128 bytes, so that copies take whole lines: 1.4 us of a layer of the 8B shape in Q4_K
   __shared__ float warp_sums[kTeams<TYPE, T>][2][kWarps][T][kTileRows];  // by turns, so that a tile needs one barrier
   __shared__ float row_factors[kTeams<TYPE, T>][T], squares_of[kSquares], gates_of[kTeams<TYPE, T>][T][kTileRows];
   constexpr bool kTight = kTightOf<TYPE> && T == 1, kHolds = P::kCopies && !kTight;
   __shared__ __align__(16) float held_of[kHolds ? kTeams<TYPE, T> : 1][2][kTileRows];
   __shared__ __align__(8) u64 held_barriers[kHolds ? kTeams<TYPE, T> : 1];
-  __shared__ __align__(8) u64 unit_barriers[P::kCopies ? kCopiedUnits : 1];
   // With kPairs, of a round's units a warp stages the one that it and the other team's warp of its number take next.
   static_assert(!P::kPairs || kDepth * kWarps == P::kStagers, "a round is a unit of each warp that stages");
   const typename P::Staged staged(dynamic, k_tile);
@@ -533,9 +531,11 @@ __global__ void __launch_bounds__(kThreads * kTeams<TYPE, T>, 1) linear_rows(
   const int number_of_team = team * gridDim.x + blockIdx.x, first_tile = paired ? 2 * number_of_team : number_of_team;
   const int behind = first_tile - int(paired ? 2 * blockIdx.x : blockIdx.x);  // the tile of the first team, which has one as long as any has
   const Planes planes{{p0, p1, p2, p3}};
-  const bool copied = P::kCopies && spans <= staged_spans && K <= kCopiedUnits * kUnit && K % kUnit == 0;
-  float* norm_copy = reinterpret_cast<float*>(dynamic + (k_tile + kUnit - 1) / kUnit * kUnitBytes);
-  if (kTight && copied) P::expect_units(norm, K, norm_copy, shared_address(unit_barriers));
+  // Behind the units norm as it comes, and a barrier a unit: where the launch has room for them, x is copied.
+  float* norm_copy = reinterpret_cast<float*>(dynamic + K * 4);
+  const u32 copied_bytes = K * (norm != nullptr ? 8 : 4), unit_barriers = shared_address(dynamic) + copied_bytes;
+  const bool copied = P::kCopies && spans <= staged_spans && K % kUnit == 0 && copied_bytes + K / kUnit * kBarrierBytes <= dynamic_shared_bytes();
+  if (kTight && copied) P::expect_units(norm, K, norm_copy, unit_barriers);
   let_next_begin();
 
   Q weights[kDepth];
@@ -560,19 +560,19 @@ __global__ void __launch_bounds__(kThreads * kTeams<TYPE, T>, 1) linear_rows(
     barrier_init(held_barrier, 1);
     publish_barriers();
   }
-  if (!kTight && copied) P::expect_units(norm, K, norm_copy, shared_address(unit_barriers));
+  if (!kTight && copied) P::expect_units(norm, K, norm_copy, unit_barriers);
   if (!copied && norm != nullptr && threadIdx.x == 0) {  // a line a block, for all
     for (int line = blockIdx.x; line * 32 < K; line += gridDim.x) prefetch_line(norm + line * 32);
   }
   wait_for_previous();
-  if (copied) P::copy_units(x, K, staged, shared_address(unit_barriers));
+  if (copied) P::copy_units(x, K, staged, unit_barriers);
   if (!kTight || copied) ask(kBefore, kDepth);
 
   float squares_of_copies = 0.0f;
   if (copied && !P::kPairs) {
 #pragma unroll 1
     for (int unit = threadIdx.x >> 5; unit * kUnit < K; unit += P::kStagers) {
-      P::stage_copied(unit, norm != nullptr, norm_copy, staged, shared_address(unit_barriers), squares_of_copies);
+      P::stage_copied(unit, norm != nullptr, norm_copy, staged, unit_barriers, squares_of_copies);
     }
   }
   // A row's sum of squares has one order: part w has the units w, w + 16, ... in ascending order; the parts are added in theirs. At T = 1
@@ -634,7 +634,6 @@ __global__ void __launch_bounds__(kThreads * kTeams<TYPE, T>, 1) linear_rows(
             if (lane == 0) squares_of[threadIdx.x >> 5] = squares;
           }
           __syncthreads();
-          if (kTight && summing && end == spans && warp == 0 && lane == 0) row_factor[0] = factor_of_row(squares_of, K, eps);  // read behind the team's barrier
         }
       }
       const bool staging = P::kPairs && copied && tile == first_tile;
@@ -642,7 +641,7 @@ __global__ void __launch_bounds__(kThreads * kTeams<TYPE, T>, 1) linear_rows(
         if constexpr (P::kPairs) {
           if (staging) {
             const int unit = next - warp + (threadIdx.x >> 5);
-            if (unit < end) P::stage_copied(unit, norm != nullptr, norm_copy, staged, shared_address(unit_barriers), squares);
+            if (unit < end) P::stage_copied(unit, norm != nullptr, norm_copy, staged, unit_barriers, squares);
             if (summing && next - warp + kDepth * kWarps >= end) {
               squares = warp_sum(squares);
               if (lane == 0) squares_of[threadIdx.x >> 5] = squares;
@@ -670,6 +669,11 @@ __global__ void __launch_bounds__(kThreads * kTeams<TYPE, T>, 1) linear_rows(
       }
     }
     if (tile >= tiles) continue;
+    if (summing && warp == 0) {  // while the next tile's weights come; read behind the team's barrier
+      if (P::kPairs && copied) named_wait(kSquaresBarrier + team, 2 * kThreads);
+      if (lane == 0) row_factor[0] = factor_of_row(squares_of, K, eps);
+      __syncwarp();
+    }
 
 #pragma unroll
     for (int token = 0; token < T; token++) {
@@ -680,11 +684,6 @@ __global__ void __launch_bounds__(kThreads * kTeams<TYPE, T>, 1) linear_rows(
       }
     }
     named_wait(kTeamBarrier + team, kThreads);
-    if (summing && warp == 0 && (!kTight || (P::kPairs && copied))) {  // here, while the next tile's weights come
-      if (P::kPairs && copied) named_wait(kSquaresBarrier + team, 2 * kThreads);
-      if (lane == 0) row_factor[0] = factor_of_row(squares_of, K, eps);
-      __syncwarp();
-    }
     const int row = thread % kTileRows, token = thread / kTileRows;
     if (token < T && token < rows && tile * kTileRows + row < N) {
       float value = warp_sums[team][turn][0][token][row];

@@ -19,10 +19,10 @@ _PAD_BYTES = 32  # of a staged row of x
 SHARED_LIMIT = 99 << 10  # what a block can have on every device from compute capability 8.0 on
 
 # Columns of x staged at a time, by rows: three bytes a column and row of quantised weights, six of the others, about half of SHARED_LIMIT; one
-# row before quantised weights four, for its digits take the place of its float32, and four more for norm. Whole turns of 16 warps over units of 256
-# columns, at one row: then the order of the sum of squares does not depend on them.
+# row before quantised weights four, for its digits take the place of its float32. Whole turns of 16 warps over units of 256 columns, at one row: then
+# the order of the sum of squares does not depend on them.
 _STAGED_COLUMNS = {
-    True: {1: 12288, 2: 8192, 4: 4096, 8: 2048, 16: 1024},
+    True: {1: 20480, 2: 8192, 4: 4096, 8: 2048, 16: 1024},
     False: {1: 8192, 2: 4096, 4: 2048, 8: 1024, 16: 512},
 }
 # Spans of weights in flight a warp, at one row, as far as 128 registers go: Q8_0 with 8 of them takes 7.7 us at 6144 x 4096, with 6 of them 8.5.
@@ -32,7 +32,7 @@ _DEPTH = {
 }  # fmt: skip
 _UNIT = 256  # columns of x with a common scale
 _UNIT_BYTES = _UNIT * 4  # of shared memory, of a unit of one row of x: first as float32, then as digits, sums and scale
-_COPIED_UNITS = _STAGED_COLUMNS[True][1] // _UNIT  # of one row at most, each with a barrier of 8 bytes
+_BARRIER_BYTES = 8  # of the copy of a unit
 _SQUARES = 16  # sums that a row's sum of squares is added up from
 # Types with a shift need the sums of x over the columns that share one.
 _SUM_GROUP = {"Q4_1": 32, "Q5_1": 32, "Q4_K": 32, "Q5_K": 32, "Q2_K": 16}
@@ -71,10 +71,10 @@ def teams(qtype: str, rows: int) -> int:
 
 def static_shared_bytes(qtype: str, rows: int) -> int:
     """Shared memory that the instance declares itself: sums of the warps, twice, gates, factors of the rows; sums of squares; what is added to, by turns, and
-    barriers of copies."""
+    the barrier of its copy."""
     num = teams(qtype, rows)
     own = (num * (2 * WARPS * TILE_ROWS * rows + rows * TILE_ROWS + rows) + _SQUARES) * 4
-    copies = num * 2 * TILE_ROWS * 4 + 8 * (num + _COPIED_UNITS) if _by_units(qtype, rows) else 0
+    copies = num * (2 * TILE_ROWS * 4 + _BARRIER_BYTES) if _by_units(qtype, rows) else 0
     return -(-(own + copies) // 16) * 16
 
 
@@ -90,8 +90,9 @@ def launch_shape(qtype: str, num_rows: int, num_outputs: int, columns: int, num_
     span = FORMATS[qtype].span
     staged = min(_staged_columns(qtype, rows), -(-columns // span) * span)
     shared = _staged_bytes(qtype, rows, staged)
-    if normed and _by_units(qtype, rows) and staged >= columns and columns % _UNIT == 0:
-        shared += columns * 4  # norm is copied beside x
+    if _by_units(qtype, rows) and staged >= columns and columns % _UNIT == 0:
+        copied = columns // _UNIT * (_UNIT_BYTES * (2 if normed else 1) + _BARRIER_BYTES)  # x is, and norm beside it
+        shared = copied if copied + static_shared_bytes(qtype, rows) <= SHARED_LIMIT else shared
     blocks = min(-(-num_outputs // TILE_ROWS), num_sms)
     return Shape(rows, _depth(qtype, rows), staged, shared, blocks, WARPS * 32 * teams(qtype, rows))
 

@@ -28,6 +28,7 @@ def test_early_kernels_wait_for_those_before_them() -> None:
     """And read nothing that these write by the path of constant data: only weights may be `const __restrict__`."""
     early = {(spec.source, spec.expression.partition("<")[0]) for module in MODULES for spec in module.instances() if spec.early}
     assert {name for _, name in early} >= {
+        "linear_row",
         "linear_rows",
         "qkv_append",
         "queries",

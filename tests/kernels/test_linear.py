@@ -2,6 +2,7 @@
 
 import ctypes
 import sys
+from dataclasses import replace
 from itertools import product as combinations
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ from rollkv.backend import RmsNorm
 from rollkv.cuda.device import DeviceArray
 from rollkv.cuda.gemm import Gemm, slab_rows
 from rollkv.cuda.kernels import dequantise, linear_rows, repack, round_rows
-from rollkv.cuda.nvrtc import KernelError, find_csrc
+from rollkv.cuda.nvrtc import ARCHS, KernelError, KernelSpec
 from rollkv.cuda.weights_gpu import CudaWeight
 from rollkv.errors import DeviceError
 from rollkv.quants import FORMATS, device_bytes, split_planes
@@ -31,7 +32,8 @@ def described(qtype: str, shape: tuple[int, int]) -> CudaWeight:
 class Recorder:
     """Stands for the launcher: keeps what would be launched."""
 
-    def __init__(self) -> None:
+    def __init__(self, arch: str = "sm_90a") -> None:
+        self.arch = arch
         self.launches: list[tuple] = []
 
     def launch(self, spec, grid, block, *args, shared_bytes=0) -> None:
@@ -44,10 +46,8 @@ class Recorder:
 @pytest.mark.parametrize("qtype", FORMATS)
 def test_launch_shapes_fit_every_device(qtype):
     for rows in range(1, 17):
-        for outputs, columns, normed in combinations(
-            (1, 40, 4096, 151936), (FORMATS[qtype].span, 4096, 11264, 12288, 65536), (False, True)
-        ):
-            shape = linear_rows.launch_shape(qtype, rows, outputs, columns, NUM_SMS, normed)
+        for outputs, columns, arch in combinations((1, 40, 4096, 151936), (FORMATS[qtype].span, 4096, 11264, 12288, 65536), ARCHS):
+            shape = linear_rows.launch_shape(qtype, rows, outputs, columns, NUM_SMS, arch)
             span = FORMATS[qtype].span
             assert rows <= shape.rows <= 16 and shape.rows < 2 * rows
             assert shape.shared_bytes + linear_rows.static_shared_bytes(qtype, shape.rows) <= linear_rows.SHARED_LIMIT
@@ -55,25 +55,51 @@ def test_launch_shapes_fit_every_device(qtype):
             if shape.staged_columns < columns and shape.depth > 1:  # a round of the warps must not straddle two stagings
                 assert shape.staged_columns % (linear_rows.WARPS * span * shape.depth) == 0
             assert 1 <= shape.blocks <= -(-outputs // 16)
-            assert linear_rows.spec(qtype, shape.rows, shape.depth) in linear_rows.instances()
+            assert compiled(linear_rows.spec(qtype, shape.rows, shape.depth), arch)
 
 
 @pytest.mark.parametrize("qtype", FORMATS)
-def test_one_row_of_digits_has_room_for_copies(qtype):
-    """Of x as float32, whose place its digits take, and of norm beside it; and for no more columns than the kernel has barriers for."""
-    for columns in (FORMATS[qtype].span, 4096, 12288, 16384):
-        plain, normed = (linear_rows.launch_shape(qtype, 1, 4096, columns, NUM_SMS, one) for one in (False, True))
-        in_place = bool(FORMATS[qtype].metas) and columns <= 12288
-        copied = in_place and columns % 256 == 0
-        assert normed == plain._replace(shared_bytes=plain.shared_bytes + (columns * 4 if copied else 0))
-        if in_place:
-            assert plain.shared_bytes == -(-columns // 256) * 1024
-    assert f"constexpr int kCopiedUnits = {12288 // 256};" in (find_csrc() / "linear_rows.cu").read_text()
+def test_one_row_is_copied_where_it_fits(qtype):
+    """As float32, whose place its digits take, with norm beside it; in whole units, before quantised weights, where there are bulk copies."""
+    quantised, units = bool(FORMATS[qtype].metas), {False: (1, 16, 54, 95), True: (1, 16, 48)}
+    for normed, arch in combinations((False, True), ARCHS):
+        for columns in [256 * one for one in units[normed]]:
+            shape = linear_rows.row_launch_shape(qtype, 4096, columns, NUM_SMS, normed, arch)
+            assert (shape is not None) == (quantised and arch in ("sm_90a", "sm_100a", "sm_120a"))
+            if shape is not None:
+                assert shape.shared_bytes == columns // 256 * ((2048 if normed else 1024) + 8)
+                assert shape.shared_bytes + linear_rows.row_static_shared_bytes() <= linear_rows.SHARED_LIMIT
+                assert (shape.blocks, shape.threads) == (132, 512) and compiled(linear_rows.row_spec(qtype), arch)
+        for columns in (32, 288, 256 * (units[normed][-1] + 1)):
+            assert linear_rows.row_launch_shape(qtype, 4096, columns, NUM_SMS, normed, arch) is None
+
+
+def compiled(spec: KernelSpec, arch: str) -> bool:
+    return any(replace(one, archs=()) == spec and one.compiles_for(arch) for one in linear_rows.instances())
+
+
+def test_copies_want_whole_tiles_and_addresses():
+    """What y holds, and bias, come by copies of 64 bytes: else the kernel for any number of rows does it. A portable launcher has no copies."""
+    weight, x = described("Q4_K", (96, 512)), DeviceArray(256, (1, 512), "f32")
+    partial = described("Q4_K", (100, 512))
+
+    def source(weight: CudaWeight, out: int, bias: int | None = None, arch: str = "sm_90a", **more) -> str:
+        launcher = Recorder(arch)
+        array, biases = DeviceArray(out, (1, weight.rows), "f32"), None if bias is None else DeviceArray(bias, (weight.rows,), "f32")
+        linear_rows.linear_rows(launcher, x, weight, array, bias=biases, num_sms=NUM_SMS, **more)
+        return launcher.launches[0][0].source
+
+    assert source(weight, 256) == source(weight, 260) == source(partial, 256) == "linear_row.cu"
+    assert source(weight, 256, 512) == source(weight, 256, add=True) == "linear_row.cu"
+    assert source(weight, 260, add=True) == source(weight, 256, 516) == "linear_rows.cu"
+    assert source(partial, 256, 512) == source(partial, 256, add=True) == "linear_rows.cu"
+    assert source(weight, 256, arch="sm_90") == source(weight, 256, arch="sm_89") == "linear_rows.cu"
 
 
 def test_the_order_of_sums_is_no_launch_constant():
     """Which warp takes which span, and when, follows from K alone: only these constants enter a launch."""
     assert linear_rows.Shape._fields == ("rows", "depth", "staged_columns", "shared_bytes", "blocks", "threads")
+    assert linear_rows.RowShape._fields == ("depth", "shared_bytes", "blocks", "threads")
     assert linear_rows.WARPS == 8
 
 
@@ -272,8 +298,7 @@ def normed(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
 @gpu
 @pytest.mark.parametrize("columns", [96, 288, 2304, 4096, 11008, 12352])
 def test_few_rows_with_a_norm_and_a_residual(cuda, columns):
-    """One row sums its squares while it is staged, more rows beforehand: the bits must agree. A row of 12,352 columns is staged twice, by loads; shorter
-    ones at once, where there are bulk copies by these: 11,008 columns in three turns of the warps, the last of a part of them."""
+    """One row sums its squares while it is staged, more rows beforehand: the bits must agree. A row of 12,352 columns is staged twice."""
     rng = np.random.default_rng(columns)
     tensor = random_weight("Q8_0", (83, columns), rng)
     weight, table = load_weight(cuda, tensor), values(tensor)
@@ -289,6 +314,45 @@ def test_few_rows_with_a_norm_and_a_residual(cuda, columns):
         full = found if full is None else full
         assert np.abs(found - exact[:rows]).max() <= limit, rows
         assert np.array_equal(found.view(np.uint32), full[:rows].view(np.uint32)), rows
+
+
+@gpu
+@pytest.mark.parametrize("qtype", [one for one in FORMATS if FORMATS[one].metas])
+@pytest.mark.parametrize(
+    ("num_outputs", "columns"), [(16, 256), (4240, 512), (1040, 2304), (37, 4096), (96, 12288), (64, 13824), (32, 24320)]
+)
+def test_one_row_by_copies(cuda, qtype, num_outputs, columns):
+    """Bit for bit what two rows give, which are staged by loads; teams without tiles, part of a turn of the warps, as many columns as fit."""
+    rng = np.random.default_rng([num_outputs, columns])
+    tensor = random_weight(qtype, (num_outputs, columns), rng)
+    weight, table = load_weight(cuda, tensor), values(tensor)
+    x, factor = rng.standard_normal((2, columns)).astype(np.float32), rng.standard_normal(columns).astype(np.float32)
+    bias, before = rng.standard_normal(num_outputs).astype(np.float32), rng.standard_normal((2, num_outputs)).astype(np.float32)
+    device_bias, device_norm = cuda.upload("bias", bias), RmsNorm(cuda.upload("norm", factor), 1e-6)
+    for with_norm, with_bias, add in (
+        (False, False, False),
+        (True, False, False),
+        (False, True, False),
+        (False, False, True),
+        (True, True, True),
+    ):
+        results = []
+        for rows in (2, 1):
+            out = cuda.upload("out", before[:rows] if add else np.full((rows, num_outputs), np.nan, np.float32))
+            cuda.linear(
+                cuda.upload("x", x[:rows]),
+                (weight,),
+                out,
+                norm=device_norm if with_norm else None,
+                bias=device_bias if with_bias else None,
+                add=add,
+            )
+            results.append(cuda.read(out)[0])
+        factors, biases = normed(x[:1], factor) if with_norm else x[:1], bias if with_bias else np.zeros_like(bias)
+        exact = product(factors, table, biases) + (before[:1] if add else 0)
+        limit = 2 * allowed_error(factors.astype(np.float32), table, np.abs(biases) + np.abs(before[0]))
+        assert np.abs(results[1] - exact[0]).max() <= limit
+        assert np.array_equal(results[1].view(np.uint32), results[0].view(np.uint32)), (with_norm, with_bias, add)
 
 
 @gpu

@@ -1,6 +1,8 @@
-"""Batch-invariant products with up to 16 rows (csrc/linear_rows.cu)."""
+"""Batch-invariant products with up to 16 rows: csrc/linear_rows.cu, and csrc/linear_row.cu for one row where there are bulk copies."""
 
+from dataclasses import replace
 from functools import cache
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -8,7 +10,7 @@ import numpy as np
 from rollkv.backend import RmsNorm
 from rollkv.cuda.device import DeviceArray, Launcher, Pointer, check_array
 from rollkv.cuda.kernels.activation import ACTIVATIONS, NO_ACTIVATION
-from rollkv.cuda.nvrtc import KernelError, KernelSpec
+from rollkv.cuda.nvrtc import ARCHS, KernelError, KernelSpec, capability_of
 from rollkv.cuda.weights_gpu import CudaWeight
 from rollkv.quants import FORMATS, TILE_ROWS
 from rollkv.workspace import MAX_FEW_ROWS
@@ -18,11 +20,10 @@ _ROWS = (1, 2, 4, 8, 16)
 _PAD_BYTES = 32  # of a staged row of x
 SHARED_LIMIT = 99 << 10  # what a block can have on every device from compute capability 8.0 on
 
-# Columns of x staged at a time, by rows: three bytes a column and row of quantised weights, six of the others, about half of SHARED_LIMIT; one
-# row before quantised weights four, for its digits take the place of its float32. Whole turns of 16 warps over units of 256 columns, at one row: then
-# the order of the sum of squares does not depend on them.
+# Columns of x staged at a time, by rows: three bytes a column and row of quantised weights, six of the others, about half of SHARED_LIMIT. Whole turns of
+# 16 warps over units of 256 columns, at one row: then the order of the sum of squares does not depend on them.
 _STAGED_COLUMNS = {
-    True: {1: 20480, 2: 8192, 4: 4096, 8: 2048, 16: 1024},
+    True: {1: 12288, 2: 8192, 4: 4096, 8: 2048, 16: 1024},
     False: {1: 8192, 2: 4096, 4: 2048, 8: 1024, 16: 512},
 }
 # Spans of weights in flight a warp, at one row, as far as 128 registers go: Q8_0 with 8 of them takes 7.7 us at 6144 x 4096, with 6 of them 8.5.
@@ -31,15 +32,15 @@ _DEPTH = {
     "Q4_K": 2, "Q6_K": 2, "Q2_K": 2, "Q3_K": 2, "Q5_K": 2, "IQ4_XS": 2,
 }  # fmt: skip
 _UNIT = 256  # columns of x with a common scale
-_UNIT_BYTES = _UNIT * 4  # of shared memory, of a unit of one row of x: first as float32, then as digits, sums and scale
-_BARRIER_BYTES = 8  # of the copy of a unit
+_UNIT_BYTES = _UNIT * 4  # of shared memory, of a unit of a copied row: first as float32, then as digits, sums and scale
+_BARRIER_BYTES = 8
 _SQUARES = 16  # sums that a row's sum of squares is added up from
 # Types with a shift need the sums of x over the columns that share one.
 _SUM_GROUP = {"Q4_1": 32, "Q5_1": 32, "Q4_K": 32, "Q5_K": 32, "Q2_K": 16}
 
 
 class Shape(NamedTuple):
-    """Launch constants. Results do not depend on them."""
+    """Launch constants of linear_rows. Results do not depend on them."""
 
     rows: int  # of the instance: the least of 1, 2, 4, 8, 16 that holds the rows of x
     depth: int  # spans of weights in flight a warp
@@ -49,11 +50,20 @@ class Shape(NamedTuple):
     threads: int  # of a block
 
 
-def _depth(qtype: str, rows: int) -> int:
+class RowShape(NamedTuple):
+    """Launch constants of linear_row. Results do not depend on them."""
+
+    depth: int  # spans of weights in flight a warp
+    shared_bytes: int  # dynamic
+    blocks: int
+    threads: int  # of a block
+
+
+def _depth(qtype: str, rows: int, arch: str) -> int:
     """The largest depth up to the type's whose rounds (8 warps * depth spans) divide the staged columns. More rows leave registers for one span alone
-    where spans are large: super-blocks (1 to 2 KB), and F16 and BF16 (2 KB) from 4 rows on."""
+    where spans are large: super-blocks (1 to 2 KB), and F16 and BF16 (2 KB) from 4 rows on; so does Q6_K on 12.0, where one row has linear_row."""
     span, depth = FORMATS[qtype].span, _DEPTH[qtype]
-    if (span == 256 and rows > 1) or (not FORMATS[qtype].metas and rows >= 4):
+    if (span == 256 and rows > 1) or (not FORMATS[qtype].metas and rows >= 4) or (qtype == "Q6_K" and capability_of(arch) >= 120):
         return 1
     depth = depth if rows == 1 else min(depth, 4 if rows <= 4 else 2)
     return max((d for d in range(1, depth + 1) if _staged_columns(qtype, rows) % (WARPS * span * d) == 0), default=1)
@@ -70,37 +80,44 @@ def teams(qtype: str, rows: int) -> int:
 
 
 def static_shared_bytes(qtype: str, rows: int) -> int:
-    """Shared memory that the instance declares itself: sums of the warps, twice, gates, factors of the rows; sums of squares; what is added to, by turns, and
-    the barrier of its copy."""
+    """Shared memory that an instance of linear_rows declares itself: sums of the warps, twice, gates, factors of the rows; sums of squares."""
     num = teams(qtype, rows)
-    own = (num * (2 * WARPS * TILE_ROWS * rows + rows * TILE_ROWS + rows) + _SQUARES) * 4
-    copies = num * (2 * TILE_ROWS * 4 + _BARRIER_BYTES) if _by_units(qtype, rows) else 0
-    return -(-(own + copies) // 16) * 16
+    return -(-(num * (2 * WARPS * TILE_ROWS * rows + rows * TILE_ROWS + rows) + _SQUARES) * 4 // 16) * 16
 
 
-def _by_units(qtype: str, rows: int) -> bool:
-    """Whether the digits of a unit of x are written over its float32 columns."""
-    return rows == 1 and bool(FORMATS[qtype].metas)
+def row_static_shared_bytes() -> int:
+    """The same of linear_row: sums of the warps, twice, factors of the row, sums of squares; what is read of a tile, twice, and its barriers."""
+    return -(-((2 * 2 * WARPS * TILE_ROWS + 2 + _SQUARES + 2 * 2 * 2 * TILE_ROWS) * 4 + 2 * _BARRIER_BYTES) // 128) * 128
 
 
 @cache
-def launch_shape(qtype: str, num_rows: int, num_outputs: int, columns: int, num_sms: int, normed: bool = False) -> Shape:
-    """For x (num_rows, columns), normed or not, and a weight (num_outputs, columns) on a device with num_sms multiprocessors."""
+def launch_shape(qtype: str, num_rows: int, num_outputs: int, columns: int, num_sms: int, arch: str) -> Shape:
+    """For x (num_rows, columns) and a weight (num_outputs, columns) on a device with num_sms multiprocessors."""
     rows = next(r for r in _ROWS if r >= num_rows)
     span = FORMATS[qtype].span
     staged = min(_staged_columns(qtype, rows), -(-columns // span) * span)
-    shared = _staged_bytes(qtype, rows, staged)
-    if _by_units(qtype, rows) and staged >= columns and columns % _UNIT == 0:
-        copied = columns // _UNIT * (_UNIT_BYTES * (2 if normed else 1) + _BARRIER_BYTES)  # x is, and norm beside it
-        shared = copied if copied + static_shared_bytes(qtype, rows) <= SHARED_LIMIT else shared
     blocks = min(-(-num_outputs // TILE_ROWS), num_sms)
-    return Shape(rows, _depth(qtype, rows), staged, shared, blocks, WARPS * 32 * teams(qtype, rows))
+    return Shape(rows, _depth(qtype, rows, arch), staged, _staged_bytes(qtype, rows, staged), blocks, WARPS * 32 * teams(qtype, rows))
+
+
+@cache
+def row_launch_shape(qtype: str, num_outputs: int, columns: int, num_sms: int, normed: bool, arch: str) -> RowShape | None:
+    """For x (1, columns), normed or not; None where linear_row does not take it: floats, columns that are not whole units or too many, and
+    architectures without bulk copies, or that are not to use what others lack."""
+    units = columns // _UNIT
+    shared = units * (_UNIT_BYTES * (2 if normed else 1) + _BARRIER_BYTES)
+    fits = columns % _UNIT == 0 and shared + row_static_shared_bytes() <= SHARED_LIMIT
+    if not (fits and FORMATS[qtype].metas and _has_copies(arch)):
+        return None
+    return RowShape(_DEPTH[qtype], shared, min(-(-num_outputs // TILE_ROWS), num_sms), WARPS * 32 * 2)
+
+
+def _has_copies(arch: str) -> bool:
+    return arch.endswith("a")  # from 9.0 on, unless kernels for any card are wanted
 
 
 def _staged_bytes(qtype: str, rows: int, columns: int) -> int:
     quantised = bool(FORMATS[qtype].metas)
-    if _by_units(qtype, rows):
-        return -(-columns // _UNIT) * _UNIT_BYTES
     shared = 3 * rows * (columns * (1 if quantised else 2) + _PAD_BYTES)
     if quantised or qtype == "F16":
         shared += -(-columns // _UNIT) * rows * 4
@@ -114,13 +131,19 @@ def spec(qtype: str, rows: int, depth: int) -> KernelSpec:
     return KernelSpec("linear_rows.cu", f"linear_rows<{qtype}, {rows}, {depth}>", early=True)
 
 
-def specs_for(qtype: str) -> tuple[KernelSpec, ...]:
-    """The instances that products with weights of one type can need."""
-    return tuple(spec(qtype, rows, _depth(qtype, rows)) for rows in _ROWS)
+@cache
+def row_spec(qtype: str) -> KernelSpec:
+    return KernelSpec("linear_row.cu", f"linear_row<{qtype}, {_DEPTH[qtype]}>", early=True)
 
 
 def instances() -> tuple[KernelSpec, ...]:
-    return tuple(one for qtype in FORMATS for one in specs_for(qtype))
+    """All that products can need, each for the architectures that do."""
+    needed: dict[KernelSpec, list[str]] = {}
+    for arch, qtype in product(ARCHS, FORMATS):
+        copied = (row_spec(qtype),) if FORMATS[qtype].metas and _has_copies(arch) else ()
+        for one in (*copied, *(spec(qtype, rows, _depth(qtype, rows, arch)) for rows in _ROWS)):
+            needed.setdefault(one, []).append(arch)
+    return tuple(replace(one, archs=tuple(archs)) for one, archs in needed.items())
 
 
 def linear_rows_bytes(weight: CudaWeight, num_rows: int) -> int:
@@ -202,7 +225,28 @@ def _launch(
     if norm is not None:
         check_array("linear_rows", "norm", norm.weight, (weight.columns,), "f32")
     norm_pointer, eps = (Pointer(0), 0.0) if norm is None else (Pointer(norm.weight.ptr), norm.eps)
-    shape = launch_shape(weight.qtype, num_rows, weight.rows // 2 if paired else weight.rows, weight.columns, num_sms, norm is not None)
+    outputs = weight.rows // 2 if paired else weight.rows
+    reads_out = add or (activation != NO_ACTIVATION and not paired)
+    copied = (x.ptr, norm_pointer, bias, out if reads_out else 0)
+    whole = weight.rows % TILE_ROWS == 0 or not (bias or reads_out)
+    row_shape = row_launch_shape(weight.qtype, outputs, weight.columns, num_sms, norm is not None, launcher.arch) if num_rows == 1 else None
+    if row_shape is not None and whole and all(pointer % 16 == 0 for pointer in copied):
+        launcher.launch(
+            row_spec(weight.qtype),
+            (row_shape.blocks, 1, 1),
+            row_shape.threads,
+            x,
+            norm_pointer,
+            *weight.planes,
+            bias,
+            out,
+            *map(np.int32, (weight.rows, weight.columns)),
+            np.float32(eps),
+            *map(np.int32, (activation, paired, add)),
+            shared_bytes=row_shape.shared_bytes,
+        )
+        return
+    shape = launch_shape(weight.qtype, num_rows, outputs, weight.columns, num_sms, launcher.arch)
     launcher.launch(
         spec(weight.qtype, shape.rows, shape.depth),
         (shape.blocks, 1, 1),

@@ -115,10 +115,7 @@ __global__ void __launch_bounds__(2 * kThreads, 1) linear_row(
   };
   constexpr int kBefore = (kDepth + 1) / 2;
   ask(0, kBefore);
-  if (thread == 0) {
-    barrier_init(read_barrier, 1);
-    publish_barriers();
-  }
+  barrier_publish_if(thread == 0, read_barrier, 1);
   row_copy.expect();
   wait_for_previous();
   row_copy.copy(x);

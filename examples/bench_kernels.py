@@ -1,12 +1,13 @@
-"""Times every operation of one decode step at a model's shapes, alone, in a recorded graph, with inputs beyond the L2 cache.
+"""Times every operation of one decode step at a model's shapes, in a recorded graph of it alone, with inputs beyond the L2 cache; the
+products of a layer also in the order in which a step issues them, through all layers.
 
 usage: python examples/bench_kernels.py [synth:qwen3-8b:Q8_0] [cells]
 Prints the ceiling of this card first (x += y over 1 GiB each: bytes read and written), then per operation: time, bytes that must move,
-rate and ratio to the ceiling; last the sum over a step. Needs a GPU.
+rate and ratio to the ceiling; last the sum over a step. Needs a GPU that holds the model.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
 from typing import Any
@@ -14,18 +15,18 @@ from typing import Any
 import numpy as np
 from tabulate import tabulate
 
-from rollkv.backend import Loadable, PageRun, PartStates, Projected, RmsNorm, Stream
+from rollkv.backend import PageRun, PartStates, Projected, RmsNorm, Stack, Stream
 from rollkv.config import CacheConfig, ModelConfig, SamplingParams
 from rollkv.cuda.backend import CudaBackend
 from rollkv.cuda.kernels.add import add_bytes
 from rollkv.cuda.kernels.attn_decode import attend_step_bytes
 from rollkv.cuda.kernels.choose import choose_bytes
 from rollkv.cuda.kernels.linear_rows import linear_rows_bytes
-from rollkv.gguf_file import GgufFile
 from rollkv.kv_formats import page_formats
 from rollkv.model_config import model_config
 from rollkv.rope import query_bands, rotations
 from rollkv.synth import open_model
+from rollkv.weights import LayerWeights, ModelWeights, load_weights
 from rollkv.workspace import choice_bytes, qkv_columns
 
 CALLS = 20  # in one graph, at least
@@ -33,6 +34,11 @@ L2_BYTES = 200 << 20  # inputs rotate over at least this much
 HEADINGS = ["operation", "a step", "us", "MiB", "GB/s", "% of HBM", "ms a step"]
 
 Call = Callable[[], None]
+
+
+def product_bytes(stack: Stack) -> int:
+    """Of one row's product."""
+    return sum(linear_rows_bytes(weight, 1) for weight in stack)
 
 
 class Bench:
@@ -48,7 +54,7 @@ class Bench:
             backend.write(array, np.random.default_rng(0).standard_normal(array.shape, np.float32))
         self.ceiling = add_bytes(*x.shape) / self.time_us([partial(backend.add, x, y)]) / 1e3  # GB/s
 
-    def time_us(self, calls: list[Call]) -> float:
+    def time_us(self, calls: Sequence[Call]) -> float:
         """Microseconds a call: the median of nine replays of a graph of CALLS calls, or once all if they are more, which take turns."""
         count = max(CALLS, len(calls))
 
@@ -66,7 +72,7 @@ class Bench:
         self.backend.release(graph)
         return median(times[1:]) / count * 1e3
 
-    def add(self, name: str, times: int, num_bytes: int, calls: list[Call]) -> None:
+    def add(self, name: str, times: int, num_bytes: int, calls: Sequence[Call]) -> None:
         """One operation that a step issues `times` times."""
         us = self.time_us(calls)
         rate = num_bytes / us / 1e3
@@ -75,23 +81,40 @@ class Bench:
     def random(self, *shape: int) -> Any:
         return self.backend.upload("random", np.random.default_rng(0).standard_normal(shape).astype(np.float32))
 
-    def products(self, file: GgufFile) -> None:
-        layers = self.config.num_layers
-        output = "output.weight" if "output.weight" in file.tensors else "token_embd.weight"
-        norm = RmsNorm(self.random(self.config.hidden_size), 1e-6)
-        for names, times, own in (
-            (("attn_q", "attn_k", "attn_v"), layers, norm),
-            (("attn_output",), layers, None),
-            (("ffn_gate", "ffn_up"), layers, norm),
-            (("ffn_down",), layers, None),
-            ((output,), 1, norm),
-        ):
-            tensors = tuple(file.tensors[name if name == output else f"blk.0.{name}.weight"] for name in names)
-            part = Loadable(tensors)
-            weights = list(self.backend.load([part] * (L2_BYTES // part.nbytes + 1)))
-            x, out = self.random(1, part.shape[1]), self.random(1, part.shape[0])
-            calls = [partial(self.backend.linear, x, (w,), out, norm=own) for w in weights]
-            self.add(f"linear {', '.join(names)} {part.shape}", times, linear_rows_bytes(weights[0], 1), calls)
+    def products(self, weights: ModelWeights) -> None:
+        """Those of one row, each kind through all layers, and all that a step issues in their order."""
+        linear: Any = self.backend.linear
+        layers, config = weights.layers, self.config
+        x, attended = self.random(1, config.hidden_size), self.random(1, layers[0].attn_output[0].columns)
+        qkv, gated, scratch = (self.random(1, n) for n in (qkv_columns(config.layers[0]), config.ffn_size, 2 * config.ffn_size))
+        norm, logits = RmsNorm(self.random(config.hidden_size), config.rms_norm_eps), self.random(1, config.vocab_size)
+
+        def project(layer: LayerWeights) -> None:
+            linear(x, layer.attn_qkv, qkv, norm=norm, bias=layer.attn_qkv_bias)
+
+        def add_attended(layer: LayerWeights) -> None:
+            linear(attended, layer.attn_output, x, add=True)
+
+        def down(layer: LayerWeights) -> None:
+            linear(gated, layer.ffn_down, x, add=True)
+
+        def feed_forward(layer: LayerWeights) -> None:
+            self.backend.feed_forward(x, norm, layer.ffn_gate_up, config.activation, layer.ffn_down, x, scratch, add=True)
+
+        def all_products(layer: LayerWeights) -> None:
+            for product in (project, add_attended, feed_forward):
+                product(layer)
+
+        def through_layers(name: str, times: int, product: Callable[[LayerWeights], None], *fields: str) -> None:
+            num_bytes = sum(product_bytes(getattr(layer, field)) for layer in layers for field in fields)
+            self.add(name, times, num_bytes // len(layers), [partial(product, layer) for layer in layers])
+
+        through_layers("q, k, v", 0, project, "attn_qkv")
+        through_layers("attn_output", 0, add_attended, "attn_output")
+        through_layers("ffn_down", 0, down, "ffn_down")
+        through_layers("feed_forward", 0, feed_forward, "ffn_gate_up", "ffn_down")
+        through_layers("products of a layer", len(layers), all_products, "attn_qkv", "attn_output", "ffn_gate_up", "ffn_down")
+        self.add("output", 1, product_bytes(weights.output), [partial(linear, x, weights.output, logits, norm=norm)])
 
     def attention(self, cache: CacheConfig) -> None:
         backend, layer = self.backend, self.config.layers[0]
@@ -129,7 +152,7 @@ def main(spec: str, cells: int) -> None:
         backend.reserve_linear(16, max(config.hidden_size, config.ffn_size), config.hidden_size, 64 << 20)
         bench = Bench(backend, config, cells)
         print(f"{backend.facts.name}: {bench.ceiling:.0f} GB/s for x += y over 1 GiB each; {spec}, {cells} cells")
-        bench.products(file)
+        bench.products(load_weights(backend, config, file.tensors))
         bench.attention(CacheConfig(cells))
         bench.choice()
         print(tabulate(bench.rows, HEADINGS, floatfmt=".1f"))

@@ -3,12 +3,6 @@
 
 #include "common.cuh"
 
-#if __CUDA_ARCH__ >= 900
-constexpr bool kHasBulkCopies = true;
-#else
-constexpr bool kHasBulkCopies = false;
-#endif
-
 // Barriers in shared memory, 8 bytes each, by address. A phase ends when `arrivals` came and every byte announced has landed.
 constexpr u32 kBarrierBytes = 8;
 __device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {
@@ -29,8 +23,8 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
   } while (!done);
 }
 __device__ __forceinline__ void publish_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-// Both, by the threads for which `mine` holds. Of a branch around barrier_init the compiler moves the mark for compute-sanitizer ahead of the condition,
-// and racecheck takes all threads to write.
+// barrier_init and publish_barriers, by the threads for which `mine` holds. Around a single barrier_init the compiler makes no branch and moves the mark for
+// compute-sanitizer ahead of the condition: racecheck takes all threads to write. A loop of them stays a branch.
 __device__ __forceinline__ void barrier_publish_if(bool mine, u32 barrier, u32 arrivals) {
   asm volatile(
       "{\n.reg .pred mine;\nsetp.ne.u32 mine, %2, 0;\n@mine mbarrier.init.shared::cta.b64 [%0], %1;\n"

@@ -112,12 +112,6 @@ __device__ __forceinline__ void wait_for_previous() {
 
 // A place in shared memory as instructions for it alone name it.
 __device__ __forceinline__ u32 shared_address(const void* p) { return u32(__cvta_generic_to_shared(p)); }
-// Of the launch.
-__device__ __forceinline__ u32 dynamic_shared_bytes() {
-  u32 bytes;
-  asm("mov.u32 %0, %%dynamic_smem_size;" : "=r"(bytes));
-  return bytes;
-}
 
 // What a kernel before an early one wrote: out of L2, for L1 may hold an older copy, and the path of constant data (ld.nc) is not ordered
 // behind the wait. Pointers to such data are therefore never `const __restrict__` in early kernels.

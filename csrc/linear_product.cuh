@@ -2,7 +2,7 @@
 // precision, and batch-invariant bits.
 //
 // Quantised weights: codes are bytes, and so are the three digits of x: within 256 columns x = scale * (d0 + d1 / 256 + d2 / 65536), scale the
-// power of two that brings the largest to [63.5, 127], rounded once at 2^-23 of it. Row t of x becomes the columns 3t, 3t+1, 3t+2 of the B
+// power of two that brings the largest to [63.5, 127], rounded once at 2^-23 of it. Row t of x becomes three columns of the B
 // operand, 16 weight rows are the A operand, and mma.m16n8k32 over bytes is exact. The types of super-blocks have integer scales of 8 bits
 // a group: their groups are weighted and added in integers too, exactly, and one float32 multiply-add follows for 256 columns; the others take
 // one for 32 columns. Shifts are multiplied by the sums of x over their groups, taken once when x is staged, the groups of a row divided
@@ -14,12 +14,10 @@
 // Bits      a result depends on its weight row and its row of x alone: the order of operations is fixed by K and TYPE; rows, depth, columns staged at a
 //           time, the grid, the kernel and the column of the B operand do not enter. All rounding operations are written as intrinsics, so nothing is
 //           contracted differently in different instances.
-// Slots     of issue, the second limit behind memory. At one row every second column of B is a part of x: a lane then adds up one column instead
-//           of two. 1.2 instructions a weight of a lane in Q4_K, 1.5 in Q8_0, 1.8 in Q4_0, 2.4 in Q6_K, loads among them.
+// Slots     of issue, the second limit behind memory: 1.2 instructions a weight of a lane in Q4_K, 1.5 in Q8_0, 1.8 in Q4_0, 2.4 in Q6_K, loads among them.
 // Rejected  codes and x as bf16: 3.3 slots a weight. Scales of x for 32 columns and a float32 multiply-add a group: Q4_K 2 slots more a weight.
 #pragma once
 
-#include "activation.cuh"
 #include "quants.cuh"
 
 constexpr int kWarps = 8;  // of a team
@@ -100,7 +98,7 @@ __device__ __forceinline__ float largest(const float4& v) { return larger(larger
 template <int TYPE, int T>
 constexpr int kTeams = T == 16 || (T == 8 && (Quant<TYPE>::kSpan == 256 || Quant<TYPE>::kKind != Kind::kBytes)) || (T == 4 && TYPE == F32) ? 1 : 2;
 
-// How x is staged, and multiplied by the weights of one span. A part of x is a column of the B operand: 3t, 3t+1, 3t+2 of row t.
+// How x is staged, and multiplied by the weights of one span. Row t has the parts 3t, 3t + 1, 3t + 2.
 // kByUnits: one row as digits, each unit in kUnitBytes of its own, so that its warp may write them over the unit's floats, which nobody else reads.
 template <int TYPE, int T, bool kByUnits = false>
 struct Product {
@@ -217,11 +215,14 @@ struct Product {
     }
   }
 
+  // Whether rows of x begin on 16 bytes; blocks of codes are 32 columns.
+  static __device__ __forceinline__ bool is_aligned(int columns) { return kBytes || columns % 4 == 0; }
+
   // Stages columns [first, first + length) of x * norm; at T = 1 adds to this thread's share of the sum of squares.
   static __device__ __forceinline__ void stage(const float* x, const float* norm, int rows, int columns, int first, int length, const Staged& to,
                                                float& squares) {
     const int lane = threadIdx.x & 31, inside = min(length, columns - first);
-    const bool aligned = kBytes || columns % 4 == 0;  // blocks of codes are 32 columns
+    const bool aligned = is_aligned(columns);
 #pragma unroll 1
     for (int t = 0; t < T; t++) {
 #pragma unroll 1

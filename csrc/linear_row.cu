@@ -1,19 +1,20 @@
 // The product of one token's row with a quantised weight, from compute capability 9.0 on: what csrc/linear_rows.cu computes for one row, to the same bits,
-// with x brought by bulk copies. Loads come back in the order in which a multiprocessor asked for them, so a load of x comes behind the 74 KB of weights
-// that were asked for before it; a copy goes past them.
+// with x brought by bulk copies: a load of x would come behind all weights that its multiprocessor asked for before it.
 //
-// Operands  as there, of one row: K whole units of 256 columns, all of them staged at once. Where y or bias is read, N is whole tiles, and both begin on 16 bytes.
+// Operands  as there, of one row: K whole units of 256 columns, all of them staged at once. x and norm begin on 16 bytes; where y
+//           or bias is read, they do too, and N is whole tiles.
 // Mapping   as there. The copy of a unit has a barrier of its own and is asked for by the warp that stages the unit; its digits, sums and scale take the place
-//           of its floats, 1 KiB. Half of the first round of weights is asked for before the copies, the other half behind them. Where spans are units, a
-//           warp's columns are those that the two warps w stage: they wait for each other, not for the block, and stage a round's columns right before
-//           its products. What y holds, and bias, come by copies as well, a tile ahead of their use.
-// Shared    x, norm beside it, a barrier a unit; x begins on 128 bytes, so that copies take whole lines: elsewhere a layer of the 8B shape takes 1.4 us more.
+//           of its floats, 1 KiB. Half of the first round of weights is asked for before the copies, which come the later the more it is, the other half
+//           behind them. Where spans are units, a warp's columns are those that the two warps w stage: they wait for each other, not for the block, and
+//           stage a round's columns right before its products. What y holds, and bias, come by copies as well, asked for when their tile begins.
+// Shared    x, norm beside it, a barrier a unit; x begins on 128 bytes, so that copies take whole lines.
 // Waits     the assembler lets all weights in flight, and whatever else is loaded across a branch, share one counter, and waits for it wherever a register
-//           that such a load may write is used or written again, on whichever way. So no load but those of weights; no two loads of weights, on different
+//           that such a load may write is used or written again, on whichever way. So no loads but those of weights; no two loads of weights, on different
 //           ways, into the same registers before arrive(): the second would wait for all that is in flight.
-// Bound     memory, behind a chain of 2.5 us that every launch has. A layer of the 8B shape, us (docs/performance.md):
-// Rejected  by loads alone 38.1 in Q4_K; x as one copy 40.2; as copies of units, but beside their digits and behind all of the first round 38.5; what is
-//           added to by loads 37.6.
+// Bound     memory, behind a chain of 1.5 us that every launch has; issue slots for the last two spans of a warp.
+// Rejected  by what a layer of the 8B shape takes in Q4_K, 31.5 us: x by loads 38; all of the first round before x, or none, 34.7; x on 16 bytes 33 (of an
+//           earlier form); in one copy, beside its digits, y by loads: 1.5 to 6 more each (docs/performance.md).
+#include "activation.cuh"
 #include "barriers.cuh"
 #include "linear_product.cuh"
 
@@ -89,7 +90,8 @@ __global__ void __launch_bounds__(2 * kThreads, 1) linear_row(
   using Q = Quant<TYPE>;
   constexpr int kRound = kDepth * kWarps;  // spans
   constexpr bool kPairs = Q::kSpan == kUnit;
-  static_assert(kTeams<TYPE, 1> == 2 && (!kPairs || kRound == P::kStagers), "a round is a unit of each warp that stages");
+  static_assert(kTeams<TYPE, 1> == 2 && P::kStagers == kSquares, "a warp that stages a sum of squares");
+  static_assert(!kPairs || kRound == P::kStagers, "a round is a unit of each warp that stages");
   extern __shared__ __align__(128) u8 dynamic[];
   __shared__ float warp_sums[2][2][kWarps][kTileRows];  // by turns, so that a tile needs one barrier
   __shared__ float row_factors[2], squares_of[kSquares];
@@ -103,6 +105,7 @@ __global__ void __launch_bounds__(2 * kThreads, 1) linear_row(
   const bool reads_y = add || (activation != kNoActivation && !paired);
   const u32 read_barrier = shared_address(read_barriers + team);
   const Planes planes{{p0, p1, p2, p3}};
+  const auto target_of = [&](int tile) { return y + (paired ? tile / 2 : tile) * kTileRows; };
   let_next_begin();
 
   Q weights[kDepth];
@@ -139,10 +142,10 @@ __global__ void __launch_bounds__(2 * kThreads, 1) linear_row(
   do {
     typename P::Sums sums = {};
     if (thread == 0 && tile < tiles && (reads_y || bias != nullptr)) {
-      constexpr u32 kBytes = kTileRows * 4;
-      barrier_arrive_expecting(read_barrier, (reads_y ? kBytes : 0) + (bias != nullptr ? kBytes : 0));
-      if (reads_y) copy_bulk(shared_address(read_of[team][turn][0]), y + tile * kTileRows, kBytes, read_barrier);
-      if (bias != nullptr) copy_bulk(shared_address(read_of[team][turn][1]), bias + tile * kTileRows, kBytes, read_barrier);
+      constexpr u32 kTileBytes = kTileRows * 4;
+      barrier_arrive_expecting(read_barrier, (reads_y ? kTileBytes : 0) + (bias != nullptr ? kTileBytes : 0));
+      if (reads_y) copy_bulk(shared_address(read_of[team][turn][0]), target_of(tile), kTileBytes, read_barrier);
+      if (bias != nullptr) copy_bulk(shared_address(read_of[team][turn][1]), bias + tile * kTileRows, kTileBytes, read_barrier);
     }
     const bool staging = kPairs && tile == first_tile;
     for (int next = warp; next < (staging ? spans + warp : spans); next += kRound) {  // the span of weights[0]
@@ -179,7 +182,7 @@ __global__ void __launch_bounds__(2 * kThreads, 1) linear_row(
     if (kPairs && tile >= tiles) return;
     if (norm != nullptr && tile == first_tile && warp == 0) {  // while the next tile's weights come
       if constexpr (kPairs) named_wait(kSquaresBarrier + team, 2 * kThreads);
-      if (lane == 0) row_factors[team] = factor_of_row(squares_of, K, eps);  // read behind the team's barrier
+      if (lane == 0) row_factors[team] = factor_of_row(squares_of, K, eps);
       __syncwarp();
     }
 
@@ -195,15 +198,16 @@ __global__ void __launch_bounds__(2 * kThreads, 1) linear_row(
       for (int w = 1; w < kWarps; w++) value = __fadd_rn(value, warp_sums[team][turn][w][thread]);
       if (norm != nullptr) value = __fmul_rn(value, row_factors[team]);
       if (reads_y || bias != nullptr) barrier_wait(read_barrier, turn);
-      const float held = read_of[team][turn][0][thread];
+      const float held = reads_y ? read_of[team][turn][0][thread] : 0.0f;
       if (bias != nullptr) value = __fadd_rn(value, read_of[team][turn][1][thread]);
       if (paired && tile % 2 == 0) {
         gate = value;
       } else {
         if (activation != kNoActivation) value = __fmul_rn(activate(activation, paired ? gate : held), value);
-        y[(paired ? tile / 2 : tile) * kTileRows + thread] = add ? __fadd_rn(held, value) : value;
+        target_of(tile)[thread] = add ? __fadd_rn(held, value) : value;
       }
     }
+    __syncwarp();  // all lanes have seen the end of this phase of read_barrier before the next begins
     tile = following_tile(tile, paired, teams);
     turn ^= 1;
   } while (tile < tiles);

@@ -11,11 +11,13 @@
 //           across staging and across tiles; the first ones are on their way before the kernels before this one have ended. x is staged in
 //           shared memory, k_tile columns at a time (once, where all of K fits). Warp sums are added in the order of the warps.
 // Bound     memory, behind a chain of 3 to 4 us that every launch has: until the kernel before is seen to have ended, until x is there and staged, the last
-//           products, the sums of a tile, a block's start (docs/performance.md has the clocks). One row has a kernel that is faster by its loads of x: linear_row.cu.
+//           products, the sums of a tile, a block's start (docs/performance.md has the clocks). One row of whole units
+//           before quantised weights has a kernel of its own where there are bulk copies: linear_row.cu.
 // Rejected  weights through shared memory (cp.async, or bulk copies by one lane), 70 to 190 KB in flight, also beside the next kernel's on one
 //           multiprocessor: 24576 x 4096 in Q8_0 takes 30 us, with the next kernel let in later 33 to 40 (two of its blocks may land on one
 //           multiprocessor). Bulk prefetches into L2 ahead of the loads: 28 to 59 us. The next kernel's first weights asked into L2: slower.
 // Oracle    float64 product with quants.dequantise
+#include "activation.cuh"
 #include "barriers.cuh"
 #include "linear_product.cuh"
 
@@ -32,6 +34,7 @@ __global__ void __launch_bounds__(kThreads * kTeams<TYPE, T>, 1) linear_rows(
   extern __shared__ __align__(16) u8 dynamic[];
   __shared__ float warp_sums[kTeams<TYPE, T>][2][kWarps][T][kTileRows];  // by turns, so that a tile needs one barrier
   __shared__ float row_factors[kTeams<TYPE, T>][T], squares_of[kSquares], gates_of[kTeams<TYPE, T>][T][kTileRows];
+  static_assert(T > 1 || P::kStagers == kSquares, "a warp that stages a sum of squares");
   const typename P::Staged staged(dynamic, k_tile);
   const int team = threadIdx.x / kThreads, thread = threadIdx.x % kThreads, warp = thread >> 5, lane = threadIdx.x & 31;
   const int teams = gridDim.x * kTeams<TYPE, T>;
@@ -61,7 +64,7 @@ __global__ void __launch_bounds__(kThreads * kTeams<TYPE, T>, 1) linear_rows(
 #pragma unroll 1
       for (int token = 0; token < rows; token++) {
         const float* row = x + i64(token) * K;
-        const bool aligned = P::kBytes || K % 4 == 0;
+        const bool aligned = P::is_aligned(K);
 #pragma unroll 1
         for (int part = threadIdx.x >> 5; part < kSquares; part += P::kStagers) {
           float squares = 0.0f;

@@ -1,9 +1,9 @@
-"""Times every operation of one decode step at a model's shapes, in a recorded graph of it alone, with inputs beyond the L2 cache; the
-products of a layer also in the order in which a step issues them, through all layers.
+"""Times every operation of one decode step at a model's shapes, in a recorded graph of it alone; its products through all layers, and
+those of a layer also in the order in which a step issues them.
 
 usage: python examples/bench_kernels.py [synth:qwen3-8b:Q8_0] [cells]
 Prints the ceiling of this card first (x += y over 1 GiB each: bytes read and written), then per operation: time, bytes that must move,
-rate and ratio to the ceiling; last the sum over a step. Needs a GPU that holds the model.
+rate and ratio to the ceiling; last the sum over a step. Operations whose inputs may lie in the L2 cache are marked. Needs a GPU that holds the model.
 """
 
 import sys
@@ -30,7 +30,7 @@ from rollkv.weights import LayerWeights, ModelWeights, load_weights
 from rollkv.workspace import choice_bytes, qkv_columns
 
 CALLS = 20  # in one graph, at least
-L2_BYTES = 200 << 20  # inputs rotate over at least this much
+L2_BYTES = 200 << 20  # inputs of this much do not lie in any card's L2 cache
 HEADINGS = ["operation", "a step", "us", "MiB", "GB/s", "% of HBM", "ms a step"]
 
 Call = Callable[[], None]
@@ -73,8 +73,8 @@ class Bench:
         return median(times[1:]) / count * 1e3
 
     def add(self, name: str, times: int, num_bytes: int, calls: Sequence[Call]) -> None:
-        """One operation that a step issues `times` times."""
-        us = self.time_us(calls)
+        """One operation that a step issues `times` times; 0: it is counted as a part of another, or not at all. num_bytes: of a call."""
+        us, name = self.time_us(calls), name if num_bytes * len(calls) >= L2_BYTES else f"{name} (L2)"
         rate = num_bytes / us / 1e3
         self.rows.append([name, times, us, num_bytes / 2**20, rate, 100 * rate / self.ceiling, times * us / 1e3])
 
@@ -82,9 +82,9 @@ class Bench:
         return self.backend.upload("random", np.random.default_rng(0).standard_normal(shape).astype(np.float32))
 
     def products(self, weights: ModelWeights) -> None:
-        """Those of one row, each kind through all layers, and all that a step issues in their order."""
+        """Those of one row, each kind through all layers, and all of a layer in their order."""
         linear: Any = self.backend.linear
-        layers, config = weights.layers, self.config
+        layers, config, add = weights.layers, self.config, not self.config.post_norms
         x, attended = self.random(1, config.hidden_size), self.random(1, layers[0].attn_output[0].columns)
         qkv, gated, scratch = (self.random(1, n) for n in (qkv_columns(config.layers[0]), config.ffn_size, 2 * config.ffn_size))
         norm, logits = RmsNorm(self.random(config.hidden_size), config.rms_norm_eps), self.random(1, config.vocab_size)
@@ -93,13 +93,13 @@ class Bench:
             linear(x, layer.attn_qkv, qkv, norm=norm, bias=layer.attn_qkv_bias)
 
         def add_attended(layer: LayerWeights) -> None:
-            linear(attended, layer.attn_output, x, add=True)
+            linear(attended, layer.attn_output, x, add=add)
 
         def down(layer: LayerWeights) -> None:
-            linear(gated, layer.ffn_down, x, add=True)
+            linear(gated, layer.ffn_down, x, add=add)
 
         def feed_forward(layer: LayerWeights) -> None:
-            self.backend.feed_forward(x, norm, layer.ffn_gate_up, config.activation, layer.ffn_down, x, scratch, add=True)
+            self.backend.feed_forward(x, norm, layer.ffn_gate_up, config.activation, layer.ffn_down, x, scratch, add=add)
 
         def all_products(layer: LayerWeights) -> None:
             for product in (project, add_attended, feed_forward):

@@ -10,6 +10,7 @@ from types import ModuleType
 
 import pytest
 
+from rollkv.cuda.kernels import linear_rows
 from rollkv.cuda.nvrtc import ARCHS, CubinCache, compile_cubin, find_csrc
 from rollkv.cuda.report_kernels import Resources, by_source, kernel_modules, resources
 
@@ -62,6 +63,18 @@ def test_compiles_without_spills(module: ModuleType, arch: str, cache: CubinCach
         assert set(used) == set(expressions)
         assert {name: r.spill_bytes for name, r in used.items() if r.spill_bytes} == {}
         assert all(r.registers > 0 for r in used.values())
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_products_know_the_shared_memory_of_their_instances(arch: str, cache: CubinCache) -> None:
+    """What a launch adds must fit beside it: one row with 12,288 columns and norm leaves no byte of 99 KiB."""
+    for source, expressions in by_source(linear_rows.instances(), arch).items():
+        for expression, used in resources(cache.get(source, expressions, arch)).items():
+            qtype, rows = re.match(r"linear_rows?<(\w+), (\d+)", expression).groups()  # type: ignore[union-attr]
+            one = source == "linear_row.cu"
+            assert used.shared_bytes == (
+                linear_rows.row_static_shared_bytes() if one else linear_rows.static_shared_bytes(qtype, int(rows))
+            )
 
 
 def test_every_source_has_a_module() -> None:

@@ -79,27 +79,43 @@ def compiled(spec: KernelSpec, arch: str) -> bool:
 
 
 def test_copies_want_whole_tiles_and_addresses():
-    """What y holds, and bias, come by copies of 64 bytes: else the kernel for any number of rows does it. A portable launcher has no copies."""
-    weight, x = described("Q4_K", (96, 512)), DeviceArray(256, (1, 512), "f32")
-    partial = described("Q4_K", (100, 512))
+    """All but weights comes by copies of 16 bytes and more, what y holds, and bias, of 64: else the kernel for any number of rows does it. A portable
+    launcher has no copies."""
+    weight, partial, pair = described("Q4_K", (96, 512)), described("Q4_K", (100, 512)), described("Q4_K", (192, 512))
 
-    def source(weight: CudaWeight, out: int, bias: int | None = None, arch: str = "sm_90a", **more) -> str:
-        launcher = Recorder(arch)
-        array, biases = DeviceArray(out, (1, weight.rows), "f32"), None if bias is None else DeviceArray(bias, (weight.rows,), "f32")
-        linear_rows.linear_rows(launcher, x, weight, array, bias=biases, num_sms=NUM_SMS, **more)
+    def array(address: int, *shape: int) -> DeviceArray:
+        return DeviceArray(address, shape, "f32")
+
+    def source(
+        weight: CudaWeight, out: int, bias: int | None = None, x: int = 256, norm: int | None = None, arch: str = "sm_90a", **more
+    ) -> str:
+        launcher, rms = Recorder(arch), None if norm is None else RmsNorm(array(norm, 512), 1e-6)
+        biases = None if bias is None else array(bias, weight.rows)
+        linear_rows.linear_rows(
+            launcher, array(x, 1, 512), weight, array(out, 1, weight.rows), bias=biases, norm=rms, num_sms=NUM_SMS, **more
+        )
         return launcher.launches[0][0].source
 
-    assert source(weight, 256) == source(weight, 260) == source(partial, 256) == "linear_row.cu"
+    assert source(weight, 256) == source(weight, 260) == source(partial, 256) == source(weight, 256, norm=512) == "linear_row.cu"
     assert source(weight, 256, 512) == source(weight, 256, add=True) == "linear_row.cu"
     assert source(weight, 260, add=True) == source(weight, 256, 516) == "linear_rows.cu"
+    assert source(weight, 256, x=260) == source(weight, 256, norm=260) == "linear_rows.cu"
     assert source(partial, 256, 512) == source(partial, 256, add=True) == "linear_rows.cu"
     assert source(weight, 256, arch="sm_90") == source(weight, 256, arch="sm_89") == "linear_rows.cu"
+
+    def gated(gate_up: tuple[CudaWeight, ...], columns: int, out: int) -> str:
+        launcher, norm = Recorder(), RmsNorm(array(512, 512), 1e-6)
+        linear_rows.glu_rows(launcher, array(256, 1, 512), gate_up, array(out, 1, columns), num_sms=NUM_SMS, norm=norm, activation="silu")
+        return launcher.launches[-1][0].source
+
+    assert gated((pair,), 96, 256) == gated((pair,), 96, 260) == gated((weight, weight), 96, 256) == "linear_row.cu"
+    assert gated((weight, weight), 96, 260) == gated((partial, partial), 100, 256) == "linear_rows.cu"
 
 
 def test_the_order_of_sums_is_no_launch_constant():
     """Which warp takes which span, and when, follows from K alone: only these constants enter a launch."""
     assert linear_rows.Shape._fields == ("rows", "depth", "staged_columns", "shared_bytes", "blocks", "threads")
-    assert linear_rows.RowShape._fields == ("depth", "shared_bytes", "blocks", "threads")
+    assert linear_rows.RowShape._fields == ("shared_bytes", "blocks", "threads")
     assert linear_rows.WARPS == 8
 
 
@@ -322,37 +338,49 @@ def test_few_rows_with_a_norm_and_a_residual(cuda, columns):
     ("num_outputs", "columns"), [(16, 256), (4240, 512), (1040, 2304), (37, 4096), (96, 12288), (64, 13824), (32, 24320)]
 )
 def test_one_row_by_copies(cuda, qtype, num_outputs, columns):
-    """Bit for bit what two rows give, which are staged by loads; teams without tiles, part of a turn of the warps, as many columns as fit."""
+    """Bit for bit what two rows give, which are staged by loads; teams without tiles and, on one multiprocessor, with many; part of a turn of the warps; as
+    many columns as fit, with norm 12,288."""
     rng = np.random.default_rng([num_outputs, columns])
     tensor = random_weight(qtype, (num_outputs, columns), rng)
     weight, table = load_weight(cuda, tensor), values(tensor)
     x, factor = rng.standard_normal((2, columns)).astype(np.float32), rng.standard_normal(columns).astype(np.float32)
     bias, before = rng.standard_normal(num_outputs).astype(np.float32), rng.standard_normal((2, num_outputs)).astype(np.float32)
     device_bias, device_norm = cuda.upload("bias", bias), RmsNorm(cuda.upload("norm", factor), 1e-6)
-    for with_norm, with_bias, add in (
-        (False, False, False),
-        (True, False, False),
-        (False, True, False),
-        (False, False, True),
-        (True, True, True),
-    ):
+    for with_norm, with_bias, add in combinations((False, True), repeat=3):
+        options = {"norm": device_norm if with_norm else None, "bias": device_bias if with_bias else None, "add": add}
+        copied = columns <= (12288 if with_norm else 24320) and (num_outputs % 16 == 0 or not (with_bias or add))
         results = []
-        for rows in (2, 1):
+        for rows, num_sms in ((2, cuda.facts.num_sms), (1, cuda.facts.num_sms), (1, 1)):
             out = cuda.upload("out", before[:rows] if add else np.full((rows, num_outputs), np.nan, np.float32))
-            cuda.linear(
-                cuda.upload("x", x[:rows]),
-                (weight,),
-                out,
-                norm=device_norm if with_norm else None,
-                bias=device_bias if with_bias else None,
-                add=add,
-            )
-            results.append(cuda.read(out)[0])
+            linear_rows.linear_rows(cuda.launcher, cuda.upload("x", x[:rows]), weight, out, num_sms=num_sms, **options)
+            expected = rows == 1 and copied and cuda.launcher.arch.endswith("a")
+            assert cuda.launcher.last_launched.startswith("linear_row<" if expected else "linear_rows<")
+            results.append(cuda.read(out)[0].view(np.uint32))
         factors, biases = normed(x[:1], factor) if with_norm else x[:1], bias if with_bias else np.zeros_like(bias)
         exact = product(factors, table, biases) + (before[:1] if add else 0)
         limit = 2 * allowed_error(factors.astype(np.float32), table, np.abs(biases) + np.abs(before[0]))
-        assert np.abs(results[1] - exact[0]).max() <= limit
-        assert np.array_equal(results[1].view(np.uint32), results[0].view(np.uint32)), (with_norm, with_bias, add)
+        assert np.abs(results[1].view(np.float32) - exact[0]).max() <= limit
+        assert np.array_equal(results[0], results[1]) and np.array_equal(results[0], results[2]), (with_norm, with_bias, add)
+
+
+@gpu
+@pytest.mark.parametrize("qtype", ["Q8_0", "Q4_K", "Q6_K", "Q4_1"])
+@pytest.mark.parametrize("paired", [True, False])
+def test_gated_rows_on_one_multiprocessor(cuda, qtype, paired):
+    """Several tiles, or pairs of them, a team: bit for bit what two rows give on the whole device."""
+    rng, ffn, hidden = np.random.default_rng(29), 112, 512
+    gate, up = (random_weight(qtype, (ffn, hidden), rng) for _ in range(2))
+    gate_up = (load_weight(cuda, gate, up, paired=True),) if paired else (load_weight(cuda, gate), load_weight(cuda, up))
+    x, factor = rng.standard_normal((2, hidden)).astype(np.float32), rng.standard_normal(hidden).astype(np.float32)
+    norm, results = RmsNorm(cuda.upload("norm", factor), 1e-6), []
+    for rows, num_sms in ((2, cuda.facts.num_sms), (1, cuda.facts.num_sms), (1, 1)):
+        out = cuda.upload("out", np.full((rows, ffn), np.nan, np.float32))
+        linear_rows.glu_rows(cuda.launcher, cuda.upload("x", x[:rows]), gate_up, out, num_sms=num_sms, norm=norm, activation="silu")
+        results.append(cuda.read(out)[0].view(np.uint32))
+    gates, ups = (product(normed(x[:1], factor), values(t), np.zeros(ffn)) for t in (gate, up))
+    exact = reference.glu(gates, ups, "silu")
+    assert np.abs(results[0].view(np.float32) - exact[0]).max() <= 1e-5 * np.abs(exact).max()
+    assert np.array_equal(results[0], results[1]) and np.array_equal(results[0], results[2])
 
 
 @gpu
@@ -377,7 +405,8 @@ def test_few_rows_of_stacks(cuda):
 @gpu
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize(
-    ("types", "ffn"), [(("Q8_0", "Q8_0"), 96), (("Q8_0", "Q8_0"), 1040), (("Q4_K", "Q6_K"), 1040), (("Q8_0", "Q8_0"), 100)]
+    ("types", "ffn"),
+    [(("Q8_0", "Q8_0"), 96), (("Q8_0", "Q8_0"), 1040), (("Q4_K", "Q4_K"), 1040), (("Q4_K", "Q6_K"), 1040), (("Q8_0", "Q8_0"), 100)],
 )
 def test_feed_forward(cuda, types, ffn, activation):
     """Gate and up loaded as a pair, or apart where their types differ or tiles are not whole; few rows bit for bit alike, many rows close."""

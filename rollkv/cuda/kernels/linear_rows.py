@@ -53,7 +53,6 @@ class Shape(NamedTuple):
 class RowShape(NamedTuple):
     """Launch constants of linear_row. Results do not depend on them."""
 
-    depth: int  # spans of weights in flight a warp
     shared_bytes: int  # dynamic
     blocks: int
     threads: int  # of a block
@@ -61,7 +60,7 @@ class RowShape(NamedTuple):
 
 def _depth(qtype: str, rows: int, arch: str) -> int:
     """The largest depth up to the type's whose rounds (8 warps * depth spans) divide the staged columns. More rows leave registers for one span alone
-    where spans are large: super-blocks (1 to 2 KB), and F16 and BF16 (2 KB) from 4 rows on; so does Q6_K on 12.0, where one row has linear_row."""
+    where spans are large: super-blocks (1 to 2 KB), and F16 and BF16 (2 KB) from 4 rows on. Q6_K on 12.0 has one as well: two spill."""
     span, depth = FORMATS[qtype].span, _DEPTH[qtype]
     if (span == 256 and rows > 1) or (not FORMATS[qtype].metas and rows >= 4) or (qtype == "Q6_K" and capability_of(arch) >= 120):
         return 1
@@ -86,7 +85,8 @@ def static_shared_bytes(qtype: str, rows: int) -> int:
 
 
 def row_static_shared_bytes() -> int:
-    """The same of linear_row: sums of the warps, twice, factors of the row, sums of squares; what is read of a tile, twice, and its barriers."""
+    """Shared memory that linear_row declares itself: sums of the warps, twice, factors of the row, sums of squares; what is read of a tile, twice, and its
+    barriers. Dynamic memory begins behind it, on 128 bytes."""
     return -(-((2 * 2 * WARPS * TILE_ROWS + 2 + _SQUARES + 2 * 2 * 2 * TILE_ROWS) * 4 + 2 * _BARRIER_BYTES) // 128) * 128
 
 
@@ -109,7 +109,7 @@ def row_launch_shape(qtype: str, num_outputs: int, columns: int, num_sms: int, n
     fits = columns % _UNIT == 0 and shared + row_static_shared_bytes() <= SHARED_LIMIT
     if not (fits and FORMATS[qtype].metas and _has_copies(arch)):
         return None
-    return RowShape(_DEPTH[qtype], shared, min(-(-num_outputs // TILE_ROWS), num_sms), WARPS * 32 * 2)
+    return RowShape(shared, min(-(-num_outputs // TILE_ROWS), num_sms), WARPS * 32 * 2)
 
 
 def _has_copies(arch: str) -> bool:
@@ -226,29 +226,20 @@ def _launch(
         check_array("linear_rows", "norm", norm.weight, (weight.columns,), "f32")
     norm_pointer, eps = (Pointer(0), 0.0) if norm is None else (Pointer(norm.weight.ptr), norm.eps)
     outputs = weight.rows // 2 if paired else weight.rows
-    reads_out = add or (activation != NO_ACTIVATION and not paired)
-    copied = (x.ptr, norm_pointer, bias, out if reads_out else 0)
-    whole = weight.rows % TILE_ROWS == 0 or not (bias or reads_out)
-    row_shape = row_launch_shape(weight.qtype, outputs, weight.columns, num_sms, norm is not None, launcher.arch) if num_rows == 1 else None
-    if row_shape is not None and whole and all(pointer % 16 == 0 for pointer in copied):
-        launcher.launch(
-            row_spec(weight.qtype),
-            (row_shape.blocks, 1, 1),
-            row_shape.threads,
-            x,
-            norm_pointer,
-            *weight.planes,
-            bias,
-            out,
-            *map(np.int32, (weight.rows, weight.columns)),
-            np.float32(eps),
-            *map(np.int32, (activation, paired, add)),
-            shared_bytes=row_shape.shared_bytes,
-        )
-        return
-    shape = launch_shape(weight.qtype, num_rows, outputs, weight.columns, num_sms, launcher.arch)
+    read = (bias, out) if add or (activation != NO_ACTIVATION and not paired) else (bias,)
+    # linear_row reads all but weights by copies: from addresses of 16 bytes on, and whole tiles of bias and out.
+    copies = all(pointer % 16 == 0 for pointer in (x.ptr, norm_pointer, *read)) and (weight.rows % TILE_ROWS == 0 or not any(read))
+    row_shape = row_launch_shape(weight.qtype, outputs, weight.columns, num_sms, norm is not None, launcher.arch)
+    shape: Shape | RowShape
+    sizes: tuple[int, ...]
+    if num_rows == 1 and row_shape is not None and copies:
+        shape, kernel, sizes = row_shape, row_spec(weight.qtype), (weight.rows, weight.columns)
+    else:
+        shape = launch_shape(weight.qtype, num_rows, outputs, weight.columns, num_sms, launcher.arch)
+        kernel = spec(weight.qtype, shape.rows, shape.depth)
+        sizes = (num_rows, weight.rows, weight.columns, pitch, shape.staged_columns)
     launcher.launch(
-        spec(weight.qtype, shape.rows, shape.depth),
+        kernel,
         (shape.blocks, 1, 1),
         shape.threads,
         x,
@@ -256,7 +247,7 @@ def _launch(
         *weight.planes,
         bias,
         out,
-        *map(np.int32, (num_rows, weight.rows, weight.columns, pitch, shape.staged_columns)),
+        *map(np.int32, sizes),
         np.float32(eps),
         *map(np.int32, (activation, paired, add)),
         shared_bytes=shape.shared_bytes,

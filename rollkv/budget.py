@@ -20,7 +20,7 @@ from rollkv.pages import fresh_pages, pages_for, sliding_ring_pages
 from rollkv.residency import choose, plans_for
 from rollkv.roofline import ASSUMED, Bandwidths, StepCost, Traffic, pieces_of, resident_cost, streamed_cost
 from rollkv.stream_plan import RingShape
-from rollkv.units import MIB, format_size, round_up
+from rollkv.units import MIB, format_need, format_size, round_up
 from rollkv.workspace import ALIGNMENT, GRANULE_BYTES, arena_bytes, workspace_arrays
 
 # Without a device to measure: a bare context (518 MiB on an H200 with driver 580), and the code of the kernels, those of cuBLAS included: 66 to
@@ -142,7 +142,7 @@ def check_host_tail(budget: Budget, memory: HostMemory) -> None:
         return
     cgroup = "no cgroup limit" if memory.cgroup_bytes is None else f"{format_size(memory.cgroup_bytes)} left in the cgroup"
     raise OutOfMemoryError(
-        f"the KV tail needs {format_size(budget.host_tail_bytes)} of host memory, but {format_size(memory.usable_bytes)} can be used "
+        f"the KV tail needs {format_need(budget.host_tail_bytes)} of host memory, but {format_size(memory.usable_bytes)} can be used "
         f"({format_size(memory.available_bytes)} available, {cgroup}, {format_size(memory.reserve_bytes)} kept back); "
         "lower --ctx-size or raise --vram-target"
     )
@@ -315,9 +315,14 @@ class _Planner:
         terms = ", ".join(f"{name} {format_size(size)}" for name, size in _summed(budget.lines()))
         wanted = "everything resident" if not budget.spills else f"a resident window of {budget.window_cells} cells"
         raise OutOfMemoryError(
-            f"--vram-target {format_size(self.cap_bytes)} is too small: {wanted} needs at least {format_size(budget.total_bytes)} "
-            f"({terms}); raise it, or lower --ctx-size"
+            f"--vram-target {format_size(self.cap_bytes)} is too small: {wanted} needs at least {format_need(budget.total_bytes)} "
+            f"({terms}); raise it{self._remedy(budget)}"
         )
+
+    def _remedy(self, budget: Budget) -> str:
+        if budget.spills:
+            return ", or lower --window" if self.cache.window_cells is not None else ", or lower --ctx-size"
+        return ", or leave --residency full out" if self.cache.residency == "full" else ""
 
 
 def _slack(arena_bytes: Any) -> Any:

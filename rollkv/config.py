@@ -153,6 +153,11 @@ class CacheConfig:
         return self.types[:2] != self.types[2:]
 
     @property
+    def can_rotate(self) -> bool:
+        """Whether kv_rotate concerns any of the types: turbo types are rotated anyway, plain ones never."""
+        return any(KV_TYPES[name].coded and not KV_TYPES[name].rotated for name in self.types)
+
+    @property
     def lossy(self) -> bool:
         """Whether some cells are held in fewer than 16 bits."""
         return any(KV_TYPES[name].coded for name in self.types)

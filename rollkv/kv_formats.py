@@ -70,11 +70,14 @@ def _of_layer(layer: LayerConfig, window: KvType, tail: KvType | None, rotate: b
 
 def check_kv_types(config: ModelConfig, cache: CacheConfig) -> None:
     """Raises UsageError for types that this model's heads cannot be held in, that do not go together, or that nothing would come of."""
+    plain = kv_words(replace(cache, kv_rotate=False, protect_layers=0))
+    if cache.kv_rotate and not cache.can_rotate:
+        raise UsageError(f"--kv-rotate concerns q8_0 and q4_0 (turbo types are rotated anyway), and {plain} has neither; leave it out")
     if not cache.lossy:
-        if cache.kv_rotate or cache.protect_layers:
-            option = "--kv-rotate" if cache.kv_rotate else f"--kv-protect {cache.protect_layers}"
-            plain = kv_words(replace(cache, kv_rotate=False, protect_layers=0))
-            raise UsageError(f"{option} concerns types below 16 bits, and {plain} has none; leave it out, or give one of {_coded_names()}")
+        if cache.protect_layers:
+            raise UsageError(
+                f"--kv-protect {cache.protect_layers} concerns types below 16 bits, and {plain} has none; leave it out, or give one of {_coded_names()}"
+            )
     elif 2 * cache.protect_layers >= config.num_layers:
         raise UsageError(
             f"--kv-protect {cache.protect_layers} leaves none of the {config.num_layers} layers in the types asked for; give at most {(config.num_layers - 1) // 2}"
@@ -114,10 +117,8 @@ def _check_tail(letter: str, dim: int, kept: _Kept) -> None:
     if not KV_TYPES[kept.tail].coded or KV_TYPES[kept.tail].bits(dim) >= KV_TYPES[kept.window].bits(dim):
         of_coded = kept.window == "f16" or KV_TYPES[kept.window].coded  # which other plain types do not go with
         narrower = [n for n, kind in KV_TYPES.items() if of_coded and kind.coded and kind.bits(dim) < KV_TYPES[kept.window].bits(dim)]
-        raise UsageError(
-            f"--cache-type-tail-{letter} {kept.tail}: what leaves a window of {kept.window} can only be held in fewer bits; "
-            f"choose {' or '.join(narrower) if narrower else kept.window}, or leave it out"
-        )
+        choice = f"can only be held in fewer bits; choose {' or '.join(narrower)}, or" if narrower else "keeps its type;"
+        raise UsageError(f"--cache-type-tail-{letter} {kept.tail}: what leaves a window of {kept.window} {choice} leave it out")
 
 
 def _coded_names() -> str:

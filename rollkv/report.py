@@ -13,7 +13,9 @@ from typing import Any, TextIO
 
 from rollkv.backend import TailMade
 from rollkv.budget import Budget
+from rollkv.config import CacheConfig
 from rollkv.engine import Stats
+from rollkv.kv_formats import kv_words
 from rollkv.machine_rates import PcieLink
 from rollkv.phases import Phases
 from rollkv.roofline import Bandwidths
@@ -69,15 +71,15 @@ def table(rows: Iterable[Iterable[object]], headers: tuple[str, ...] = (), align
 # -- statistics ----------------------------------------------------------------------------------------------------------------
 
 
-def statistics_line(stats: Stats, budget: Budget, backend: str, stop: str | None) -> str:
-    """The one line behind a run. What was not measured is left out."""
+def statistics_line(stats: Stats, budget: Budget, cache: CacheConfig, backend: str, stop: str | None) -> str:
+    """The one line behind a run. What was not measured is left out, and types of the cells that lose nothing."""
     parts = [
         f"pp {stats.prompt_tokens} tok" + _rate(stats.prefill_rate),
         f"tg {stats.generated_tokens} tok" + _rate(stats.decode_rate),
     ]
     if stats.ttft_seconds is not None:
         parts.append(f"ttft {stats.ttft_seconds:.2f} s")
-    parts.append(f"cells {stats.window_cells} window + {stats.tail_cells} tail")
+    parts.append(f"cells {stats.window_cells} window + {stats.tail_cells} tail" + (f", {kv_words(cache)}" if cache.lossy else ""))
     parts.append("link idle" if stats.link_gbps is None else f"link {stats.link_gbps:.1f} GB/s")
     parts.append(f"{backend} backend" if backend == "host" else _device_part(stats, budget))
     parts.append(f"stop {stop or 'none'}")

@@ -14,7 +14,7 @@ from rollkv.model.rehearsal import rehearse
 from rollkv.roofline import ASSUMED, Bandwidths
 from rollkv.rope import check_dual_chunks
 from rollkv.ubatch import plan_ubatch
-from rollkv.units import format_size
+from rollkv.units import format_need, format_size
 from rollkv.weights import weight_bytes
 from rollkv.workspace import linear_scratch
 
@@ -61,7 +61,7 @@ def plan_on(
     budget = run_budget(config, tensors, cache, limit, overhead, rates)
     if use is not None and budget.total_bytes > available:
         raise OutOfMemoryError(
-            f"the run needs {format_size(budget.total_bytes)} on the device, but {format_size(available)} of it can be had now; "
+            f"the run needs {format_need(budget.total_bytes)} on the device, but {format_size(available)} of it can be had now; "
             "free device memory, or lower --vram-target"
         )
     check_host_tail(budget, host_memory())

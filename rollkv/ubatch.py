@@ -24,7 +24,7 @@ def plan_ubatch(make: Make, cache: CacheConfig) -> Budget:
         except OutOfMemoryError as error:
             refusal = error  # of the smallest, in the end: the least that is needed
     largest = largest_ubatch(make, cache)
-    raise OutOfMemoryError(f"{refusal}{'' if largest is None else f', or --ubatch to at most {largest}'}") from refusal
+    raise OutOfMemoryError(f"{refusal}{'' if largest is None else f', or lower --ubatch to at most {largest}'}") from refusal
 
 
 def largest_ubatch(make: Make, cache: CacheConfig) -> int | None:

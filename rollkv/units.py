@@ -56,6 +56,14 @@ def format_size(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.2f} GiB"
 
 
+def format_need(num_bytes: int) -> str:
+    """format_size, rounded up: a size that is enough when it is given back as an option."""
+    if num_bytes < 1 << 10:
+        return format_size(num_bytes)
+    unit, digits = next(pair for pair in ((GIB, 100), (MIB, 10), (1 << 10, 10)) if num_bytes >= pair[0])
+    return format_size(-(-num_bytes * digits // unit) * unit // digits)
+
+
 def format_rate(bytes_per_second: float) -> str:
     """ "54.9 GB/s" (1e9 bytes)."""
     return f"{bytes_per_second / 1e9:.1f} GB/s"

@@ -43,6 +43,22 @@ def test_generate_says_what_is_lost(capsys: pytest.CaptureFixture[str]) -> None:
     assert "host backend, KV f16/f16\n" in capsys.readouterr().err
 
 
+def test_generate_says_in_its_one_line_that_something_is_lost(capsys: pytest.CaptureFixture[str]) -> None:
+    run = ("generate", "-m", TINY, "--backend", "host", "--prompt-ids", "1,2,3", "-n", 2)
+    for more, lossy in (((), False), (("--cache-type-v", "turbo3"), True)):
+        assert rollkv(*run, *more, "-o", "json") == 0
+        out = capsys.readouterr()
+        assert ("KV f16/turbo3 (lossy)" in out.err) == lossy and json.loads(out.out)["lossy"] is lossy
+
+
+def test_a_tail_of_the_windows_types_is_no_tail_type(capsys: pytest.CaptureFixture[str], no_gpu: None) -> None:
+    plans = []
+    for more in ((), ("--cache-type-tail-k", "f16"), ("--cache-type-tail-k", "f16", "--cache-type-tail-v", "f16")):
+        assert rollkv("plan", "-m", TINY, "-c", 4096, "--window", "1k", *more, "-o", "json") == 0
+        plans.append(json.loads(capsys.readouterr().out))
+    assert plans[0] == plans[1] == plans[2] and plans[0]["cache_type_tail_k"] is None and plans[0]["budget"]["window_cells"] == 1024
+
+
 def test_plan_counts_them(capsys: pytest.CaptureFixture[str], no_gpu: None) -> None:
     run = ("plan", "-m", "synth:llama-3.1-8b", "-c", 32768, "--window", 4096)
     sizes = {}

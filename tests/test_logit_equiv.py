@@ -567,7 +567,7 @@ def test_types_of_the_tail_are_those_of_windows(capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     "options,words",
     [
-        (("--kv-rotate",), "--kv-rotate concerns types below 16 bits, and KV f16/f16 has none"),
+        (("--kv-rotate",), "--kv-rotate concerns q8_0 and q4_0 (turbo types are rotated anyway), and KV f16/f16 has neither"),
         (("--cache-type-k", "f16,q8_0", "--cache-type-v", "f32"), "cells of q8_0 and of f32 do not go together"),
         (("--cache-type-k", "q4_0", "--cache-type-tail-k", "q8_0"), "a window of q4_0 can only be held in fewer bits"),
         (("--cache-type-k", "f16,q5_0"), "'q5_0' is not known"),

@@ -11,6 +11,7 @@ import pytest
 from rollkv import report
 from rollkv.backend import TailMade
 from rollkv.budget import Budget
+from rollkv.config import CacheConfig
 from rollkv.engine import Stats
 from rollkv.phases import Phases
 from rollkv.roofline import ASSUMED, Bandwidths, StepCost
@@ -58,15 +59,17 @@ def test_statistics_line_of_a_streamed_run():
         peak_device_bytes=5 * GIB,
         cap_bytes=6 * GIB,
     )
-    line = report.statistics_line(stats, budget(6 * GIB), "cuda", "length")
+    line = report.statistics_line(stats, budget(6 * GIB), CacheConfig(65536), "cuda", "length")
     assert line == (
         "pp 6000 tok 3000 tok/s | tg 101 tok 25.0 tok/s | ttft 2.01 s | cells 1024 window + 5120 tail | link 50.0 GB/s | "
         "device peak 5.00 GiB, planned 4.00 GiB, cap 6.00 GiB | stop length"
     )
+    lossy = report.statistics_line(stats, budget(6 * GIB), CacheConfig(65536, key_type="q8_0"), "cuda", "length")
+    assert "window + 5120 tail, KV q8_0/f16 (lossy) | link" in lossy
 
 
 def test_statistics_line_leaves_out_what_was_not_measured():
-    line = report.statistics_line(Stats(), budget(), "host", None)
+    line = report.statistics_line(Stats(), budget(), CacheConfig(1), "host", None)
     assert line == "pp 0 tok | tg 0 tok | cells 0 window + 0 tail | link idle | host backend | stop none"
 
 

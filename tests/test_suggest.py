@@ -20,7 +20,7 @@ DOCS = Path(__file__).parents[1] / "docs" / "kv-types.md"
 
 
 def ways(cap: int, ctx_size: int = 65536) -> tuple[Way, ...]:
-    return ways_to_fit(CacheConfig(ctx_size), lambda cache: plan(MODEL, cache, vram_target=cap))
+    return ways_to_fit(CacheConfig(ctx_size), lambda cache: plan(MODEL, cache, vram_target=cap)).found
 
 
 def test_the_fastest_comes_first_and_every_way_is_what_its_options_plan() -> None:
@@ -48,13 +48,16 @@ def test_ways_that_do_not_fit_are_left_out() -> None:
             raise OutOfMemoryError(f"too large: {cache.key_type}")
         return plan("synth:tiny", cache)
 
-    assert [way.cache.key_type for way in ways_to_fit(CacheConfig(4096), make)] == ["turbo2"]
-    with pytest.raises(OutOfMemoryError, match="too large: f16"):
+    fit = ways_to_fit(CacheConfig(4096), make)
+    assert [way.cache.key_type for way in fit.found] == ["turbo2"] and len(fit.left_out) == 8 and fit.left_out[0] == ""
+    with pytest.raises(
+        OutOfMemoryError, match="no way fits; of the smallest cells, --cache-type-k turbo2 --cache-type-v turbo2: too large: f16"
+    ):
         ways_to_fit(CacheConfig(4096), lambda cache: make(replace(cache, key_type="f16")))
 
 
 def test_layers_are_protected_in_lossy_ways_alone() -> None:
-    found = ways_to_fit(CacheConfig(65536, protect_layers=2), lambda cache: plan(MODEL, cache, vram_target=12 * GIB))
+    found = ways_to_fit(CacheConfig(65536, protect_layers=2), lambda cache: plan(MODEL, cache, vram_target=12 * GIB)).found
     assert len(found) == 9 and [way.options for way in found if way.exact] == [""]
     assert all(way.cache.protect_layers == 2 and way.options.endswith(" --kv-protect 2") for way in found if not way.exact)
 
@@ -68,8 +71,24 @@ def test_a_narrower_tail_may_fit_where_one_of_f16_does_not() -> None:
             raise OutOfMemoryError("too large a tail")
         return budget
 
-    found = ways_to_fit(CacheConfig(65536), make)
+    found = ways_to_fit(CacheConfig(65536), make).found
     assert not any(way.exact for way in found) and any(way.cache.recodes for way in found)
+
+
+def test_a_smaller_ubatch_is_one_of_the_options(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Where none was asked for and the usual one leaves no room for a window; the exact way is exact beside a run of that ubatch."""
+    monkeypatch.setenv("ROLLKV_CACHE_DIR", str(tmp_path))
+    command = ("plan", "-m", "synth:qwen2.5-14b-1m", "-c", "131072", "--vram-target", "15800MiB", "--suggest")
+    assert main([*command]) == 0
+    text = capsys.readouterr().out
+    assert "same ubatch" in text and "Do not fit: the default; --cache-type-" in text
+    assert main([*command, "-o", "json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["ways"] and found["left_out"][0] == ""
+    for way in found["ways"]:
+        assert way["options"].endswith(f" --ubatch {way['budget']['ubatch']}") and way["budget"]["ubatch"] < 4096
 
 
 def options(text: str) -> dict[str, Any]:
@@ -139,3 +158,26 @@ def test_refusals_are_one_line(more: tuple[str, ...], words: str, capsys: pytest
     assert main(["plan", "-m", MODEL, "-c", "65536", "--suggest", *more]) != 0
     out, err = capsys.readouterr()
     assert out == "" and words in err and err.count("error: ") == 1 and err.rstrip().splitlines()[-1].startswith("rollkv: error: ")
+
+
+@pytest.mark.parametrize(
+    ("more", "remedy"),
+    [
+        ((), ", or lower --ctx-size, or lower --ubatch"),
+        (("--window", "64k"), ", or lower --window, or lower --ubatch"),
+        (("--residency", "full"), ", or leave --residency full out, or lower --ubatch"),
+        (("--cache-type-k", "turbo2", "--cache-type-v", "turbo2"), ", or lower --ctx-size, or lower --ubatch"),
+    ],
+)
+def test_a_refusal_names_what_helps_and_a_cap_that_is_enough(
+    more: tuple[str, ...], remedy: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("ROLLKV_CACHE_DIR", str(tmp_path))
+    command = ("plan", "-m", "synth:qwen2.5-14b-1m", "-c", "131072", *more, "--vram-target")
+    assert main([*command, "14GiB"]) == OutOfMemoryError.exit_code
+    error = capsys.readouterr().err
+    assert f"; raise it{remedy}" in error
+    least = error.split("needs at least ")[1].split(" (")[0]
+    assert main([*command, least]) == 0
+    capsys.readouterr()
+    assert main([*command, f"{float(least.removesuffix(' GiB')) - 0.01:.2f}GiB"]) == OutOfMemoryError.exit_code

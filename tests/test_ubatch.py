@@ -43,7 +43,7 @@ def test_halved_until_it_fits(most: int, ctx: int, ubatch: int) -> None:
 
 def test_not_below_the_smallest_nor_below_the_context() -> None:
     for most, ctx in ((255, 9000), (99, 100)):
-        with pytest.raises(OutOfMemoryError, match=rf"lower --ctx-size, or --ubatch to at most {most}$"):
+        with pytest.raises(OutOfMemoryError, match=rf"lower --ctx-size, or lower --ubatch to at most {most}$"):
             plan_ubatch(partial(made, most), cache_config(ctx, ubatch=None))
     with pytest.raises(OutOfMemoryError, match="lower --ctx-size$"):
         plan_ubatch(partial(made, 0), cache_config(9000, ubatch=None))

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from rollkv.errors import UsageError
-from rollkv.units import GIB, MIB, format_rate, format_size, parse_size, round_up
+from rollkv.units import GIB, MIB, format_need, format_rate, format_size, parse_size, round_up
 
 
 @pytest.mark.parametrize(
@@ -78,6 +78,15 @@ def test_printed_sizes_can_be_read_back():
         size = generator.randrange(1, 1 << generator.randrange(1, 45))
         again = parse_size(format_size(size), "x")
         assert abs(again - size) <= max(size * 0.05, 1), (size, format_size(size))
+
+
+def test_what_is_needed_is_enough_when_it_is_read_back():
+    generator = random.Random(5)
+    for _ in range(300):
+        size = generator.randrange(1, 1 << generator.randrange(1, 45))
+        again = parse_size(format_need(size), "x")
+        assert size <= again <= size * 1.11 + 1, (size, format_need(size))
+    assert format_need(GIB) == format_size(GIB) and format_need(GIB + 1) == "1.01 GiB" and format_need(GIB - 1) == "1.00 GiB"
 
 
 def test_rates_are_decimal():

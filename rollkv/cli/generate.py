@@ -147,7 +147,7 @@ def _stream(engine: "Engine", model: "TextModel", generation: "Generation", as_j
         report.write_text("\n")
     if phases is not None:
         report.note(report.start_line(phases, engine.stats, engine.backend.tail_made))
-    report.note(report.statistics_line(engine.stats, engine.budget, engine.backend_name, generation.stop_reason))
+    report.note(report.statistics_line(engine.stats, engine.budget, engine.cache_config, engine.backend_name, generation.stop_reason))
     if generation.stop_reason == "interrupted":
         raise typer.Exit(Interrupted.exit_code)
 

@@ -111,7 +111,7 @@ def _dispatch(arguments: Sequence[str]) -> int:
         if _is_of_output(error):
             raise
         if isinstance(error, _COMMAND_LINE_ERROR):
-            return _fail(arguments, f"{_message(error)} (see 'rollkv --help')", "UsageError", 2)
+            return _fail(arguments, f"{_message(error)} (see '{_command_of(error)} --help')", "UsageError", 2)
         traceback.print_exc()
         return _fail(arguments, f"a fault of rollkv's own: {type(error).__name__}: {error}", type(error).__name__, INTERNAL_FAULT)
 
@@ -128,6 +128,11 @@ def _fail(arguments: Sequence[str], message: str, kind: str, code: int) -> int:
 def _message(error: Exception) -> str:
     form = getattr(error, "format_message", None)
     return str(form()) if form is not None else str(error)
+
+
+def _command_of(error: Exception) -> str:
+    """ "rollkv plan", or "rollkv" where the parser did not come as far."""
+    return str(getattr(getattr(error, "ctx", None), "command_path", "rollkv"))
 
 
 def _wants_json(arguments: Sequence[str]) -> bool:

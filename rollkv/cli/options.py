@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import inf
 from pathlib import Path
 from typing import Annotated
@@ -11,6 +11,21 @@ import typer
 
 from rollkv.errors import RollkvError, UsageError
 from rollkv.kv_types import KV_TYPES
+
+
+def _count(option: str) -> Callable[[str], int]:
+    """Reads a number of tokens or cells: 4096, or 4k. What it may be is checked where it is used."""
+
+    def read(text: str) -> int:
+        from rollkv.counts import parse_count
+
+        try:
+            return int(text)
+        except ValueError:
+            return parse_count(text, option)
+
+    return read
+
 
 Model = Annotated[
     Path | None, typer.Option("-m", "--model", help="GGUF file; of a shard set any shard. Default: the small model of 'make demo'.")
@@ -24,7 +39,13 @@ PreTokenizer = Annotated[
 ]
 CtxSize = Annotated[
     int | None,
-    typer.Option("-c", "--ctx-size", metavar="CELLS", help="Context length. Default: what the run needs; of a plan, the trained length."),
+    typer.Option(
+        "-c",
+        "--ctx-size",
+        metavar="CELLS",
+        parser=_count("--ctx-size"),
+        help="Context length. Default: what the run needs; of a plan, the trained length.",
+    ),
 ]
 VramTarget = Annotated[
     str | None,
@@ -36,11 +57,22 @@ Residency = Annotated[
     str, typer.Option(metavar="auto|full|window", help="Keep all cells in VRAM (full), a window of them (window), or what fits (auto).")
 ]
 Window = Annotated[
-    int | None, typer.Option(metavar="CELLS", help="Size of the resident window, in whole pages of 256 cells. Default: as large as fits.")
+    int | None,
+    typer.Option(
+        metavar="CELLS",
+        parser=_count("--window"),
+        help="Size of the resident window, in whole pages of 256 cells. Default: as large as fits.",
+    ),
 ]
-Ubatch = Annotated[int, typer.Option(metavar="TOKENS", help="Prompt tokens in one pass.")]
+Ubatch = Annotated[int, typer.Option(metavar="TOKENS", parser=_count("--ubatch"), help="Prompt tokens in one pass.")]
 FittingUbatch = Annotated[
-    int | None, typer.Option("--ubatch", metavar="TOKENS", help="Prompt tokens in one pass. Default: 4096, or less where memory is short.")
+    int | None,
+    typer.Option(
+        "--ubatch",
+        metavar="TOKENS",
+        parser=_count("--ubatch"),
+        help="Prompt tokens in one pass. Default: 4096, or less where memory is short.",
+    ),
 ]
 _TYPES = "|".join(KV_TYPES)
 CacheTypeK = Annotated[str, typer.Option(metavar=_TYPES, help="Type of the cached keys. Below 16 bits something is lost.")]
@@ -70,12 +102,20 @@ DcaList = Annotated[
 ]
 DcaChunk = Annotated[
     int | None,
-    typer.Option("--dca-chunk", metavar="CELLS", help="The largest distance. Default: as declared, or 3/4 of the trained length."),
+    typer.Option(
+        "--dca-chunk",
+        metavar="CELLS",
+        parser=_count("--dca-chunk"),
+        help="The largest distance. Default: as declared, or 3/4 of the trained length.",
+    ),
 ]
 DcaLocal = Annotated[
     int | None,
     typer.Option(
-        "--dca-local", metavar="CELLS", help="Newest cells, whose distances are true. Default: as declared, or 1/12 of the chunk."
+        "--dca-local",
+        metavar="CELLS",
+        parser=_count("--dca-local"),
+        help="Newest cells, whose distances are true. Default: as declared, or 1/12 of the chunk.",
     ),
 ]
 RopeOriginalCtx = Annotated[
@@ -83,6 +123,7 @@ RopeOriginalCtx = Annotated[
     typer.Option(
         "--rope-original-ctx",
         metavar="CELLS",
+        parser=_count("--rope-original-ctx"),
         help="Length behind which dual chunk attention raises scores. Default: as declared, or trained.",
     ),
 ]

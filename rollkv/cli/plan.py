@@ -1,6 +1,5 @@
 """`rollkv plan`: the memory budget of a run, from the header of the file alone, and the speed that the card's rates allow."""
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -9,7 +8,7 @@ from rollkv.cli import options, positions
 from rollkv.errors import UsageError
 
 if TYPE_CHECKING:
-    from rollkv.tasks.suggest import Way
+    from rollkv.tasks.suggest import Ways
 
 
 def plan(
@@ -93,7 +92,8 @@ def plan(
     if suggest and cap is not None:
         ways = ways_to_fit(cache, make)
         if as_json:
-            report.write_json({**facts, "ways": [{**kv_facts(way.cache), **way.as_dict()} for way in ways]})
+            found = [{**kv_facts(way.cache), **way.as_dict()} for way in ways.found]
+            report.write_json({**facts, "ways": found, "left_out": list(ways.left_out)})
         else:
             report.write_text(f"{path}, {cache.ctx_size} cells, {dual_chunk.short_words(config)}, cap {format_size(cap)}\n{_table(ways)}\n")
         if verbose:
@@ -112,8 +112,8 @@ def plan(
         report.note(report.ring_line(budget))
 
 
-def _table(ways: "Sequence[Way]") -> str:
-    """A line a way, and what its first word means."""
+def _table(ways: "Ways") -> str:
+    """A line a way, what its first word means, and what does not fit."""
     from rollkv import report
     from rollkv.units import format_size
 
@@ -128,14 +128,16 @@ def _table(ways: "Sequence[Way]") -> str:
             format_size(way.budget.host_tail_bytes),
             format_size(way.budget.total_bytes),
         )
-        for way in ways
+        for way in ways.found
     ]
     headings = ("", "options", "mean KLD", "tok/s at most", "cells resident", "in the tail", "host memory", "device memory")
-    fits = any(way.exact and not way.budget.spills for way in ways)
+    fits = any(way.exact and not way.budget.spills for way in ways.found)
+    left_out = "; ".join(options or "the default" for options in ways.left_out)
     return (
         report.table(rows, headings, align=("left", "left", *["right"] * 6))
         + ("\n\nEvery f16 cell fits into VRAM: nothing has to be streamed or lost." if fits else "")
-        + "\n\nexact: the bits of a run that keeps every f16 cell in VRAM. lossy: cells are rounded to fewer bits and logits change. Mean KLD: nats, as"
-        "\nmeasured on a small model, SmolLM2-135M, over 8,192 tokens (?: not with protected layers); rollkv logit-equiv tells what yours loses."
-        "\nRates are bounds behind a full context."
+        + (f"\n\nDo not fit: {left_out}." if left_out else "")
+        + "\n\nexact: the bits of a run of the same ubatch that keeps every f16 cell in VRAM. lossy: cells are rounded to fewer bits and logits change."
+        "\nMean KLD: nats, as measured on a small model, SmolLM2-135M, over 8,192 tokens (?: not with protected layers); rollkv logit-equiv tells what"
+        "\nyours loses. Rates are bounds behind a full context. --ubatch: smaller than usual, so that a window fits; prefill takes longer."
     )

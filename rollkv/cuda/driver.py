@@ -13,7 +13,7 @@ from rollkv.backend import GpuFacts
 from rollkv.errors import DeviceError, OutOfMemoryError, RollkvError
 
 MIN_CAPABILITY = (8, 0)
-HOST_HINT = "or run with --backend host"
+HOST_HINT = "or, where there is that option, run with --backend host"
 _OUT_OF_MEMORY = 2
 
 

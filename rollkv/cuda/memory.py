@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from rollkv.cuda.driver import DriverCalls
 from rollkv.errors import OutOfMemoryError
-from rollkv.units import format_size, round_up
+from rollkv.units import format_need, format_size, round_up
 from rollkv.workspace import ALIGNMENT, GRANULE_BYTES
 
 
@@ -82,6 +82,6 @@ class DeviceMemory:
         free, total = self._calls("cuMemGetInfo")
         cap = "no cap" if self.cap_bytes is None else f"cap {format_size(self.cap_bytes)}"
         return (
-            f"device memory is too small: {label} needs {format_size(num_bytes)}; this process holds {format_size(self._used_bytes())} "
+            f"device memory is too small: {label} needs {format_need(num_bytes)}; this process holds {format_size(self._used_bytes())} "
             f"({cap}), {format_size(int(free))} of {format_size(int(total))} are free; lower --ctx-size, --ubatch or --vram-target, or free memory"
         )

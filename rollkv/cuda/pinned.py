@@ -16,7 +16,7 @@ from rollkv.backend import TailMade
 from rollkv.cuda.driver import DriverCalls, DriverError, DriverMemoryError
 from rollkv.errors import OutOfMemoryError
 from rollkv.page_maker import Area, PageMaker
-from rollkv.units import MIB, format_size
+from rollkv.units import MIB, format_need, format_size
 
 HOST_CHUNK_BYTES = 256 * MIB
 SLOT_BYTES = 8 * MIB  # of a pinned slot: a copy of 8 MiB reaches 97 % of the link's rate
@@ -157,7 +157,7 @@ class PinnedMemory:
             area = self._maker.begin(num_pages * page_bytes)
         except OSError as error:
             raise OutOfMemoryError(
-                f"host memory is too small: {label} needs another {format_size(num_pages * page_bytes)}; lower --ctx-size"
+                f"host memory is too small: {label} needs another {format_need(num_pages * page_bytes)}; lower --ctx-size"
             ) from error
         self._areas.append(area)
         least = lcm(page_bytes, PAGESIZE) // page_bytes

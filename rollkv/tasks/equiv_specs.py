@@ -62,7 +62,7 @@ def in_types(asked: CacheConfig, key: str, value: str, *, tail: bool = False) ->
     """What was asked for in other types, with those of the tail or without; rotation and protection where they concern any of them."""
     tails = (asked.tail_key_type, asked.tail_value_type) if tail else (None, None)
     cache = replace(asked, key_type=key, value_type=value, tail_key_type=tails[0], tail_value_type=tails[1])  # type: ignore[arg-type]
-    return cache if cache.lossy else replace(cache, kv_rotate=False, protect_layers=0)
+    return replace(cache, kv_rotate=cache.kv_rotate and cache.can_rotate, protect_layers=cache.protect_layers if cache.lossy else 0)
 
 
 def spilling_spec(reference: RunSpec, asked: CacheConfig) -> RunSpec:

@@ -126,7 +126,8 @@ def cache_config(
         raise UsageError(f"--residency full keeps every cell in VRAM and --window {window_cells} does not; give one of them")
     rows, smallest = (DEFAULT_UBATCH, SMALLEST_UBATCH) if ubatch is None else (ubatch, None)
     types = cache_type_k, cache_type_v
-    kept = cache_type_tail_k, cache_type_tail_v, kv_rotate, kv_protect
+    tails = (None if tail == kept else tail for tail, kept in zip((cache_type_tail_k, cache_type_tail_v), types, strict=True))
+    kept = *tails, kv_rotate, kv_protect
     cache = CacheConfig(ctx_size, page_cells, *types, rows, residency, window_cells, smallest, *kept)  # type: ignore[arg-type]
     if residency == "full" and cache.recodes:
         raise UsageError(

@@ -63,8 +63,9 @@ def cache_facts(cache: CacheConfig, vram_target: int | None) -> dict[str, object
 
 
 def kv_facts(cache: CacheConfig) -> dict[str, object]:
-    """The types of cells; those of the tail are null where cells keep their type."""
+    """The types of cells, and whether they lose something; those of the tail are null where cells keep their type."""
     return {
+        "lossy": cache.lossy,
         "cache_type_k": cache.key_type,
         "cache_type_v": cache.value_type,
         "cache_type_tail_k": cache.tail_key_type,

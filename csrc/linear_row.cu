@@ -18,8 +18,7 @@
 #include "barriers.cuh"
 #include "linear_product.cuh"
 
-// Hardware barriers: of a team; of the two warps w; of those who wait for the sums of squares of both teams.
-constexpr int kPairBarrier = kTeamBarrier + 2, kSquaresBarrier = kPairBarrier + kWarps;
+constexpr int kPairBarrier = kTeamBarrier + 2;  // of hardware: of the two warps 0; the others have the next
 
 // A row that comes by copies, a unit to where its digits will be; norm, if any, and the barriers of units behind it.
 template <int TYPE>
@@ -155,11 +154,6 @@ __global__ void __launch_bounds__(2 * kThreads, 1) linear_row(
           if (unit < units) row_copy.stage(staged, unit, squares);
           if (norm != nullptr && next - warp + kRound >= spans) {
             end_squares();
-            __syncwarp();
-#pragma unroll
-            for (int t = 0; t < 2; t++) {  // counted by the warps that end tiles
-              if (warp != 0 || t != team || tile >= tiles) named_arrive(kSquaresBarrier + t, 2 * kThreads);
-            }
           }
           named_wait(kPairBarrier + warp, 64);
           if (tile >= tiles || next >= spans) continue;
@@ -179,11 +173,9 @@ __global__ void __launch_bounds__(2 * kThreads, 1) linear_row(
         if (d * kWarps < known) weights[d].load(planes, number + d * kWarps, lane);
       }
     }
-    if (kPairs && tile >= tiles) return;
-    if (norm != nullptr && tile == first_tile && warp == 0) {  // while the next tile's weights come
-      if constexpr (kPairs) named_wait(kSquaresBarrier + team, 2 * kThreads);
-      if (lane == 0) row_factors[team] = factor_of_row(squares_of, K, eps);
-      __syncwarp();
+    if (kPairs && tile >= tiles) {
+      if (norm != nullptr) __syncthreads();
+      return;
     }
 
 #pragma unroll
@@ -191,7 +183,15 @@ __global__ void __launch_bounds__(2 * kThreads, 1) linear_row(
       const float value = P::collect(sums, 0, h, lane);
       if ((lane & 3) == 0) warp_sums[team][turn][warp][(lane >> 2) + 8 * h] = value;
     }
-    named_wait(kTeamBarrier + team, kThreads);
+    if (kPairs && norm != nullptr && tile == first_tile) {
+      __syncthreads();  // the sums of squares of both teams are there as well
+    } else {
+      named_wait(kTeamBarrier + team, kThreads);
+    }
+    if (norm != nullptr && tile == first_tile && warp == 0) {
+      if (lane == 0) row_factors[team] = factor_of_row(squares_of, K, eps);
+      __syncwarp();
+    }
     if (thread < kTileRows && tile * kTileRows + thread < N) {
       float value = warp_sums[team][turn][0][thread];
 #pragma unroll

@@ -148,6 +148,11 @@ class CacheConfig:
         return (self.key_type, self.value_type, *tail)
 
     @property
+    def kept(self) -> tuple[object, ...]:
+        """All that decides in which numbers cells are held."""
+        return (*self.types, self.kv_rotate, self.protect_layers)
+
+    @property
     def recodes(self) -> bool:
         """Whether cells change their type when they leave the window."""
         return self.types[:2] != self.types[2:]

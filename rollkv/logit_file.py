@@ -1,11 +1,13 @@
 """Logits on disk: an .npz that is written and read a few rows at a time, so that memory does not grow with its length.
 
 Arrays: `tokens` int32 [N]; `logits` float [N, vocab], or [P, vocab] with `positions` int [P], increasing; optional `top1` int [N], the top
-token at every position. Further arrays are ignored. Files made by numpy.savez and savez_compressed are read too.
+token at every position; optional `rollkv_run`, the JSON text of an object that says how they came about. Further arrays are ignored. Files made by
+numpy.savez and savez_compressed are read too.
 """
 
+import json
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO
@@ -14,6 +16,8 @@ import numpy as np
 
 from rollkv.errors import LogitFileError, RollkvError
 from rollkv.whole_file import whole_file
+
+_RUN = "rollkv_run"
 
 
 class LogitFile:
@@ -29,6 +33,7 @@ class LogitFile:
             self.tokens = _small(archive, "tokens")
             positions = _small(archive, "positions") if "positions" in names else None
             self.top1 = _small(archive, "top1") if "top1" in names else None
+            self.run = self._run(archive) if _RUN in names else None
             with archive.open("logits.npy") as stream:
                 self._shape, self.dtype = self._header(stream)
         self._check_tokens()
@@ -57,6 +62,12 @@ class LogitFile:
                 f"'logits' is {dtype} {list(shape)} stored {order}; wanted are floats of at most 64 bits, [rows, vocab], stored row by row"
             )
         return (shape[0], shape[1]), dtype
+
+    def _run(self, archive: zipfile.ZipFile) -> Mapping[str, object]:
+        facts = json.loads(str(_small(archive, _RUN)))
+        if not isinstance(facts, dict):
+            raise self._wrong(f"{_RUN!r} is {facts!r:.40}; wanted is the JSON text of an object")
+        return facts
 
     def _check_tokens(self) -> None:
         if self.tokens.ndim != 1 or self.tokens.dtype.kind not in "iu" or not len(self.tokens):
@@ -107,12 +118,16 @@ class RowReader:
 
 
 @contextmanager
-def write_logits(path: Path, tokens: np.ndarray, vocab_size: int) -> Iterator[Callable[[np.ndarray], None]]:
-    """A function that takes the next rows, float32 [R, vocab], of every position. The file has its name only when it is whole; an error leaves
-    none behind. Raises as whole_file."""
+def write_logits(
+    path: Path, tokens: np.ndarray, vocab_size: int, run: Mapping[str, object] | None = None
+) -> Iterator[Callable[[np.ndarray], None]]:
+    """A function that takes the next rows, float32 [R, vocab], of every position. run: how they come about. The file has its name only when it is
+    whole; an error leaves none behind. Raises as whole_file."""
     top1: list[np.ndarray] = []
     with whole_file(path, str(path)) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
         _put(archive, "tokens", tokens.astype(np.int32))
+        if run is not None:
+            _put(archive, _RUN, np.array(json.dumps(dict(run))))
         with archive.open("logits.npy", "w", force_zip64=True) as stream:
             header = {"descr": "<f4", "fortran_order": False, "shape": (len(tokens), vocab_size)}
             np.lib.format.write_array_header_2_0(stream, header)

@@ -129,6 +129,11 @@ class Tokenizer:
         """The token for people: its text, control tokens as they are spelt; bytes that are not UTF-8 by themselves as \\xNN."""
         return self.piece_bytes(token).decode("utf-8", "backslashreplace")
 
+    def quoted(self, token: int) -> str:
+        """The token for people, in quotation marks and in one line: as Python escapes text, and bytes that are not UTF-8 by themselves as \\xNN."""
+        text = repr(self.piece_bytes(token).decode("utf-8", "surrogateescape"))
+        return re.sub(r"\\(?:\\|udc(..))", lambda escape: f"\\x{escape[1]}" if escape[1] else escape[0], text)
+
     def piece_bytes(self, token: int) -> bytes:
         """The bytes the token stands for; a control token's spelling. Raises UsageError for an id out of range."""
         self._check_id(token)

@@ -6,6 +6,7 @@ import tempfile
 import tracemalloc
 import zipfile
 from collections import namedtuple
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import pytest
 import engines
 from rollkv.backend import PageRun
 from rollkv.cli import main as boundary
+from rollkv.config import CacheConfig
 from rollkv.errors import CheckFailed, LogitFileError, OutOfMemoryError, UsageError
 from rollkv.host_backend import HostBackend
 from rollkv.logit_file import LogitFile, write_logits
@@ -49,7 +51,7 @@ def run(
     open_engine = opener(model, backend)
     ids = tokens(model)
     vocab = engines.fixture(model)["logits"].shape[1]
-    with equiv.record_reference(open_engine, RESIDENT, ids, 24, vocab, None, lambda spec: None) as reference:
+    with equiv.record_reference(open_engine, RESIDENT, ids, 24, vocab, None, lambda spec: None, lambda engine: {}) as reference:
         return list(
             equiv.compare(
                 reference,
@@ -57,7 +59,7 @@ def run(
                 specs,
                 num_decode=24,
                 noise=0.05,
-                limits=lambda spec: equiv_specs.limits_for(spec, limits, own_reference=True),
+                limits=lambda spec, machine: equiv_specs.limits_for(spec, limits),
                 progress_for=lambda spec: None,
                 describe=lambda engine: {},
             )
@@ -158,7 +160,7 @@ def test_the_same_types_once_more_are_equal():
 def test_a_reference_that_is_not_finite_is_no_reference():
     with pytest.raises(CheckFailed, match="reference.*not finite"):
         with equiv.record_reference(
-            lambda spec: NotFinite(), RESIDENT, tokens(), 0, 512, None, lambda spec: None
+            lambda spec: NotFinite(), RESIDENT, tokens(), 0, 512, None, lambda spec: None, lambda engine: {}
         ):  # fmt: skip
             pass
 
@@ -202,13 +204,14 @@ def test_what_is_no_window_is_refused(text):
 
 
 def test_the_candidates_follow_from_what_is_asked():
-    def labels(*args: object, own: bool = True) -> list[str]:
-        return [spec.label for spec in equiv_specs.candidate_specs(RESIDENT, *args, own_reference=own)]  # type: ignore[arg-type]
+    def labels(*args: object, stored: CacheConfig | None = None) -> list[str]:
+        return [spec.label for spec in equiv_specs.candidate_specs(RESIDENT, *args, stored=stored)]  # type: ignore[arg-type]
 
     assert len(labels(None, (), ())) == 4
-    assert labels(None, (), (), own=False) == ["resident"]
+    assert labels(None, (), (), stored=RESIDENT.cache) == ["resident, KV f32/f32"]
+    assert labels("1page", (), (), stored=RESIDENT.cache) == ["window 1page (1 of 10 pages), KV f32/f32"]
     assert labels("1page", (1 << 30,), (replace(RESIDENT, label="other"),)) == ["window 1page (1 of 10 pages)", "cap 1.00 GiB", "other"]
-    (cap,) = equiv_specs.candidate_specs(RESIDENT, None, (1 << 30,), (), own_reference=True)
+    (cap,) = equiv_specs.candidate_specs(RESIDENT, None, (1 << 30,), ())
     assert (cap.cache.residency, cap.vram_target, cap.same_sums) == ("auto", 1 << 30, True)
     with pytest.raises(UsageError, match="in pairs"):
         equiv_specs.other_specs(RESIDENT, ["f16", "f32"], ["f16", "f32", "bf16"], ["host"])
@@ -273,6 +276,8 @@ GOOD = {"tokens": np.arange(5, dtype=np.int32), "logits": np.zeros((5, 3), np.fl
         ({"positions": np.array(0)}, "positions"),
         ({"positions": np.array([2**64 - 1, 0, 1, 2, 3], np.uint64)}, "increase"),
         ({"logits": np.zeros((5, 3), np.longdouble)}, "at most 64 bits"),
+        ({"rollkv_run": np.array("[1]")}, "'rollkv_run' is \\[1\\]; wanted is the JSON text of an object"),
+        ({"rollkv_run": np.array("{")}, "cannot read it"),
     ],
 )
 def test_wrong_files_are_refused_by_name(tmp_path, change, words):
@@ -303,7 +308,7 @@ def test_a_file_with_wrong_bytes_is_read_or_refused(tmp_path, save, seed):
     """Whatever the libraries underneath make of damage, it comes as the one error that names the file."""
     rng = np.random.default_rng(seed)
     path = tmp_path / "hurt.npz"
-    save(path, **GOOD, top1=np.arange(5), positions=np.arange(5))
+    save(path, **GOOD, top1=np.arange(5), positions=np.arange(5), rollkv_run=np.array('{"backend": "host"}'))
     data = bytearray(path.read_bytes())
     for position in rng.integers(0, len(data), int(rng.integers(1, 9))):
         data[position] = data[position] ^ (1 << int(rng.integers(8))) if rng.random() < 0.5 else int(rng.integers(256))
@@ -463,7 +468,7 @@ def test_text_says_what_failed_and_where_the_first_difference_is(capsys, scratch
     types = ("--backend", "host", "--cache-type-k", "f32,bf16", "--cache-type-v", "f32")
     assert command("-m", FIXTURES / "llama.gguf", *types, "--tokens", 300, "--max-kld", "1e-6") == 1
     out = capsys.readouterr()
-    assert "KV bf16/f32" in out.out and "limits of KV bf16/f32: mean KLD <= 1e-06" in out.out and "FAILED" in out.out
+    assert "KV bf16/f32" in out.out and "\nlimits: mean KLD <= 1e-06\n" in out.out and "FAILED" in out.out
     assert "KV bf16/f32: first other top token at position" in out.out and "the noise of 0.05" in out.out
     assert "verdict: not equivalent: KV bf16/f32: mean KLD" in out.out and "error: not equivalent" in out.err
 
@@ -532,7 +537,7 @@ def test_lossy_types_are_reported_and_not_judged(capsys: pytest.CaptureFixture[s
     assert code == 1 and "KV bf16/f16: " in err and "turbo3" not in err, "bf16 is judged as ever"
     assert [(row["candidate"], row["judged"]) for row in rows[0::2]] == [("window 1page (1 of 3 pages)", True), ("KV bf16/f16", True)]
     coded = rows[1]
-    assert (coded["candidate"], coded["judged"], coded["passed"], coded["limit_max_kld"]) == ("KV q8_0/turbo3 (lossy)", False, True, None)
+    assert (coded["candidate"], coded["judged"], coded["passed"], coded["limit_max_kld"]) == ("KV q8_0/turbo3 (lossy)", False, None, None)
     assert (coded["cache_type_k"], coded["cache_type_v"], coded["kv_rotate"]) == ("q8_0", "turbo3", False) and coded["nmse"] > 1e-3
 
 
@@ -546,6 +551,24 @@ def test_limits_that_are_given_judge_lossy_types(capsys: pytest.CaptureFixture[s
     assert code == 0 and "equivalent: 1 of 1 candidates keep their limits; 2 of 3 not judged without --max-kld" in out, (
         "nor is what loses less"
     )
+
+
+@pytest.mark.parametrize("types,passed", [("f16,q8_0", [None]), ("f16,q8_0,f16", [None, True])])
+def test_passed_is_null_where_nothing_was_judged(capsys: pytest.CaptureFixture[str], types: str, passed: list[bool | None]) -> None:
+    code, out, _ = lossy(capsys, "--cache-type-k", types, "--cache-type-v", "f16", "-o", "json")
+    result = json.loads(out)
+    assert code == 0 and result["passed"] is passed[-1] and [row["passed"] for row in result["rows"]] == passed
+
+
+def test_limits_are_told_by_the_numbers_of_candidates(capsys: pytest.CaptureFixture[str]) -> None:
+    types = ("--cache-type-k", "f16,f16,q8_0,f16", "--cache-type-v", "f16,f16,turbo3,f16")
+    _, out, _ = lossy(capsys, *types, "--windows", "1page")
+    lines = out.splitlines()
+    assert [line.split("  ")[1] for line in lines if "600/600" in line] == ["window 1page (1 of 3 pages)", "KV f16/f16", "KV f16/f16"]
+    assert [line for line in lines if line.startswith("limits")] == [
+        "limits of candidates 1 to 2, 4: bit equality",
+        "limits of candidate 3: finite rows",
+    ]
 
 
 def test_windows_of_lossy_types_are_equal_to_the_resident_run(capsys: pytest.CaptureFixture[str]) -> None:
@@ -576,3 +599,104 @@ def test_types_of_the_tail_are_those_of_windows(capsys: pytest.CaptureFixture[st
 def test_types_that_cannot_be_had_are_refused(capsys: pytest.CaptureFixture[str], options: tuple[str, ...], words: str) -> None:
     code, out, err = lossy(capsys, *options)
     assert code == 2 and out == "" and words in err and err.count("\n") == 1
+
+
+# -- files as the reference ----------------------------------------------------------------------------------------------------
+
+Q8 = ("--cache-type-k", "q8_0", "--cache-type-v", "q8_0")
+
+
+@pytest.fixture
+def saved(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Callable[..., Path]:
+    def save(*options: object) -> Path:
+        path = tmp_path / "saved.npz"
+        assert lossy(capsys, *options, "--windows", "1page", "--save", path)[0] == 0
+        return path
+
+    return save
+
+
+def beside(capsys: pytest.CaptureFixture[str], path: Path, *options: object) -> tuple[int, str, str]:
+    code = boundary.main(["logit-equiv", "-m", "synth:tiny:F16", "--backend", "host", "--reference", *map(str, (path, *options))])
+    return code, *capsys.readouterr()
+
+
+def without_run(path: Path) -> Path:
+    """The file as it was written before it told of its run."""
+    with np.load(path) as full:
+        np.savez(path.with_name("older.npz"), **{name: full[name] for name in ("tokens", "logits", "top1")})
+    return path.with_name("older.npz")
+
+
+def judgements(out: str) -> list[tuple[str, bool, bool | None, bool, float | None]]:
+    names = ("candidate", "judged", "passed", "limit_bit_equal", "limit_max_kld")
+    return [tuple(row[name] for name in names) for row in json.loads(out)["rows"]]
+
+
+def test_candidates_beside_a_file_tell_their_types(capsys: pytest.CaptureFixture[str], saved: Callable[..., Path]) -> None:
+    path = saved()
+    code, out, _ = beside(capsys, path, *Q8)
+    assert code == 0 and f"; reference: {path}, KV f16/f16, DCA off, host backend" in out
+    assert " resident, KV q8_0/q8_0 (lossy) " in out and "verdict: none: 1 of 1 not judged" in out
+    _, out, _ = beside(capsys, path, *Q8, "--windows", "1page", "--vram-target", "4GiB", "-o", "json")
+    assert [row[:2] for row in judgements(out)] == [
+        ("window 1page (1 of 3 pages), KV q8_0/q8_0 (lossy)", False),
+        ("cap 4.00 GiB, KV q8_0/q8_0 (lossy)", False),
+    ]
+
+
+def test_every_listed_type_is_a_candidate_beside_a_file(capsys: pytest.CaptureFixture[str], saved: Callable[..., Path]) -> None:
+    path = saved()
+    code, out, _ = beside(capsys, path, "--cache-type-k", "q8_0,f16", "--cache-type-v", "f16", "-o", "json")
+    resident = [("resident, KV q8_0/f16 (lossy)", False, None, False, None), ("KV f16/f16", True, True, True, None)]
+    assert code == 0 and judgements(out) == resident
+    _, out, _ = beside(capsys, path, "--cache-type-k", "q8_0,f16", "--cache-type-v", "f16", "--windows", "1page", "-o", "json")
+    assert judgements(out) == [("window 1page (1 of 3 pages), KV q8_0/f16 (lossy)", False, None, False, None), *resident]
+
+
+def test_a_file_of_lossy_types_is_judged_by_them(capsys: pytest.CaptureFixture[str], saved: Callable[..., Path]) -> None:
+    path = saved(*Q8)
+    code, out, _ = beside(capsys, path, *Q8, "--windows", "1page")
+    assert code == 0 and f"; reference: {path}, KV q8_0/q8_0 (lossy), DCA off, host backend" in out
+    assert "600/600" in out and "limits: bit equality" in out and "verdict: equivalent: 1 of 1" in out
+    for other in ((), (*Q8, "--kv-rotate"), (*Q8, "--kv-protect", 1), (*Q8, "--cache-type-tail-k", "q4_0", "--windows", "1page")):
+        code, out, _ = beside(capsys, path, *other)
+        assert code == 0 and "verdict: none: 1 of 1 not judged" in out, other
+
+
+def test_rotation_protection_and_positions_are_kept_in_a_file(capsys: pytest.CaptureFixture[str], saved: Callable[..., Path]) -> None:
+    options = (*Q8, "--kv-rotate", "--kv-protect", 1, "--dca", "on", "--dca-chunk", 512, "--dca-local", 256)
+    path = saved(*options)
+    code, out, _ = beside(capsys, path, *options)
+    assert (
+        code == 0 and "KV q8_0/q8_0 rotated, first and last layer f16 (lossy), DCA 512/256, host backend" in out and "bit equality" in out
+    )
+
+
+@pytest.mark.parametrize("other", [("--decode", 3), ("--ubatch", 256)])
+def test_bits_are_not_expected_of_another_run(
+    capsys: pytest.CaptureFixture[str], saved: Callable[..., Path], other: tuple[object, ...]
+) -> None:
+    """Products of another number of rows are added in another order."""
+    code, out, _ = beside(capsys, saved(*Q8), *Q8, *other, "-o", "json")
+    assert judgements(out)[0][3:] == (False, DEFAULT_LIMITS.max_kld) and json.loads(out)["passed"] is (code == 0)
+
+
+def test_a_file_that_tells_no_types_is_taken_for_f16(capsys: pytest.CaptureFixture[str], saved: Callable[..., Path]) -> None:
+    path = without_run(saved())
+    code, out, _ = beside(capsys, path)
+    assert code == 0 and f"; reference: {path}, KV types unknown (taken for f16)" in out
+    assert "limits: mean KLD <= 0.001" in out and "verdict: equivalent: 1 of 1" in out
+    code, out, _ = beside(capsys, path, *Q8)
+    assert code == 0 and "verdict: none: 1 of 1 not judged" in out
+
+
+@pytest.mark.parametrize("facts", [{}, {"cache_type_k": "q5_0"}, {"cache_type_k": ["f16"]}, {"kv_protect": "two"}])
+def test_a_file_of_types_that_are_none_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path, facts: dict[str, object]) -> None:
+    plain = {f"cache_type_{place}": None for place in ("tail_k", "tail_v")} | {"cache_type_k": "f16", "cache_type_v": "f16"}
+    run = json.dumps(facts and plain | {"kv_rotate": False, "kv_protect": 0} | facts)
+    path, vocab = tmp_path / "wrong.npz", engines.fixture("llama")["logits"].shape[1]
+    np.savez(path, tokens=np.arange(2), logits=np.zeros((2, vocab)), rollkv_run=np.array(run))
+    assert command("-m", FIXTURES / "llama.gguf", "--reference", path) == 4
+    out, err = capsys.readouterr()
+    assert out == "" and "wrong.npz: the types of the KV cache that it names cannot be read" in err and err.count("\n") == 1

@@ -416,6 +416,21 @@ def test_missing_types_have_a_stated_default():
     assert tokenizer.is_control(1) and any("token types" in warning for warning in tokenizer.warnings)
 
 
+@pytest.mark.parametrize(
+    "text,quoted",
+    [("é", [r"'\xc3'", r"'\xa9'"]), ("\x10\n", [r"'\x10'", r"'\n'"]), ("\\", [r"'\\'"]), ("'", ['"\'"']), (" a", ["' '", "'a'"])],
+)
+def test_a_quoted_token_is_escaped_in_one_way(text, quoted):
+    tokenizer = build(byte_level())
+    assert [tokenizer.quoted(token) for token in tokenizer.encode(text, add_bos=False)] == quoted
+
+
+def test_what_looks_like_an_escape_stays_in_a_quoted_token():
+    tokenizer = build(byte_level(added=[(r"\udc98", USER_DEFINED)]))
+    (token,) = tokenizer.encode(r"\udc98", add_bos=False)
+    assert tokenizer.quoted(token) == r"'\\udc98'"
+
+
 def test_ids_out_of_range_and_text_that_is_no_unicode():
     tokenizer = build(scored())
     for token in (-1, tokenizer.vocab_size):

@@ -13,23 +13,24 @@ from rollkv.errors import UsageError
 
 if TYPE_CHECKING:
     from rollkv.config import CacheConfig, ModelConfig
-    from rollkv.logit_file import LogitFile
     from rollkv.tasks.equiv_specs import RunSpec
     from rollkv.tasks.generate import TextModel
+    from rollkv.tasks.stored_run import StoredRun
 
 _PROSE_TOKENS = 1024
 
 
-def stored_reference(path: Path | None, model: "TextModel") -> "LogitFile | None":
+def stored_reference(path: Path | None, model: "TextModel") -> "StoredRun | None":
     """The logits of --reference, if they can be compared with the model. Raises LogitFileError and UsageError."""
     if path is None:
         return None
     from rollkv.logit_file import LogitFile
     from rollkv.tasks.logit_equiv import check_reference
+    from rollkv.tasks.stored_run import stored_run
 
-    stored = LogitFile(path)
-    check_reference(stored, model.config.vocab_size)
-    return stored
+    logits = LogitFile(path)
+    check_reference(logits, model.config.vocab_size)
+    return stored_run(logits)
 
 
 def text_ids(model: "TextModel", text: Path | None, tokens: str | None, save: Path | None) -> list[int]:

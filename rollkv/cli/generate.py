@@ -178,7 +178,7 @@ def _describe_prompt(model: "TextModel", prompt_tokens: list[int]) -> None:
     from rollkv.dual_chunk import short_words
 
     def shown(ids: list[int]) -> str:
-        return ", ".join(f"{token} {model.tokenizer.piece(token)!r}" for token in ids)
+        return ", ".join(f"{token} {model.tokenizer.quoted(token)}" for token in ids)
 
     config = model.config
     report.note(

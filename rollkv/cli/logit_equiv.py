@@ -1,5 +1,6 @@
 """`rollkv logit-equiv`: whether other windows, KV types, backends or engines give the logits of the resident run."""
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -9,16 +10,18 @@ import typer
 
 from rollkv.cli import options, positions, results
 from rollkv.cli.equiv_options import check_numbers, check_types, sizes, spec_lists, stored_reference, text_ids
+from rollkv.cli.equiv_text import part_seen, result_text
 from rollkv.config import DEFAULT_UBATCH
 from rollkv.errors import RollkvError, UsageError
 from rollkv.whole_file import check_place
 
 if TYPE_CHECKING:
-    from rollkv.logit_file import LogitFile
+    from rollkv.engine import Engine
     from rollkv.metrics import Limits
     from rollkv.tasks.equiv_specs import RunSpec
     from rollkv.tasks.generate import TextModel
     from rollkv.tasks.logit_equiv import EquivRow
+    from rollkv.tasks.stored_run import StoredRun
 
 
 def logit_equiv(
@@ -77,7 +80,7 @@ def logit_equiv(
 
     opened = task.open_text_model(model or default_model())
     stored = stored_reference(reference, opened)
-    ids = stored.tokens.tolist() if stored else text_ids(opened, text, tokens, save)
+    ids = stored.logits.tokens.tolist() if stored else text_ids(opened, text, tokens, save)
     if not 0 <= decode <= len(ids):
         raise UsageError(f"--decode {decode}: the text has {len(ids)} tokens; give a number from 0 to {len(ids)}")
     modes = split_list(dca, "--dca")
@@ -94,7 +97,7 @@ def logit_equiv(
     first, others = spec_lists(configs, cache, cache_type_k, cache_type_v, backend, device)
     caps = sizes(vram_target)
     spilling = equiv.spilling_spec(first, cache)
-    specs = equiv.candidate_specs(first, windows, caps, others, own_reference=stored is None, spilling=spilling)
+    specs = equiv.candidate_specs(first, windows, caps, others, stored=stored.cache if stored else None, spilling=spilling)
     check_types(opened.config, cache, (first, *specs))
     given = Limits(bit_equal, max_kld, max_nmse, min_top1)
     asked = None if given == Limits() else given
@@ -107,7 +110,7 @@ def _run(
     num_decode: int,
     first: "RunSpec",
     specs: "tuple[RunSpec, ...]",
-    stored: "LogitFile | None",
+    stored: "StoredRun | None",
     save: Path | None,
     asked: "Limits | None",
     noise: float,
@@ -116,18 +119,26 @@ def _run(
     output: str,
 ) -> None:
     from rollkv import report
-    from rollkv.engine import Engine
     from rollkv.kv_formats import kv_words
     from rollkv.logit_file import logits_bytes
     from rollkv.startup import load
     from rollkv.tasks import logit_equiv as equiv
     from rollkv.tasks.equiv_specs import limits_for
-    from rollkv.tasks.record import machine_facts
+    from rollkv.tasks.record import machine_facts, model_facts
+    from rollkv.tasks.stored_run import run_facts
     from rollkv.units import format_size
 
+    model_file = model_facts(model.path)
     warn, machines = report.warn_once(), set[str]()
 
-    def open_engine(spec: "RunSpec") -> Engine:
+    def facts(spec: "RunSpec", machine: "Mapping[str, object]") -> dict[str, object]:
+        return run_facts(model_file, spec, machine, num_decode, portable)
+
+    def limits(spec: "RunSpec", machine: "Mapping[str, object]") -> "Limits":
+        beside = spec if stored is None else replace(spec, same_sums=stored.same_sums(facts(spec, machine)))
+        return limits_for(beside, asked)
+
+    def open_engine(spec: "RunSpec") -> "Engine":
         with report.bytes_progress(f"loading for {spec.label}") as loading:
             engine = load(
                 model.path,
@@ -154,24 +165,26 @@ def _run(
 
         if stored is None:
             report.note(f"the reference's logits take {format_size(logits_bytes(len(ids), vocab))} of disk")
-            recorded = equiv.record_reference(open_engine, first, ids, num_decode, vocab, save, progress_for)
+            recorded = equiv.record_reference(
+                open_engine, first, ids, num_decode, vocab, save, progress_for, lambda engine: facts(first, machine_facts(engine))
+            )
             reference = cleanup.enter_context(recorded)
         else:
-            reference = stored
+            reference = stored.logits
         rows = equiv.compare(
             reference,
             open_engine,
             specs,
             num_decode=num_decode,
             noise=noise,
-            limits=lambda spec: limits_for(spec, asked, own_reference=stored is None),
+            limits=limits,
             progress_for=progress_for,
             describe=machine_facts,
         )
         compared, cut_short = results.collect(rows)  # loads and runs the candidates, one after the other
         if cut_short is not None and not compared:
             raise cut_short
-        against = str(stored.path) if stored else f"{first.label}, {kv_words(first.cache)}, {''.join(machines)} backend"
+        against = stored.words if stored else f"{first.label}, {kv_words(first.cache)}, {''.join(machines)} backend"
         _print(model, compared, {"num_tokens": len(ids), "decode_tokens": num_decode, "reference": against}, output, cut_short)
 
 
@@ -180,10 +193,18 @@ def _print(model: "TextModel", rows: "list[EquivRow]", shared: dict[str, Any], o
 
     failed = [f"{row.spec.label}: {'; '.join(row.broken)}" for row in rows if not row.passed]
     failure = "not equivalent: " + " | ".join(failed) if failed else None
-    verdict = failure or _verdict(rows, _part_seen(rows, shared), cut_short is None)
+    verdict = failure or _verdict(rows, part_seen(rows, shared), cut_short is None)
     source = record.source_facts("logit-equiv") | record.model_facts(model.path).as_dict() | {"utc_time": record.utc_time()}
     records = [source | shared | _asked(row.spec) | row.machine | row.as_dict() for row in rows]
-    results.finish(output, f"{_text(model, rows, shared)}\nverdict: {verdict}\n", records, {}, failure, cut_short)
+    results.finish(
+        output,
+        f"{result_text(model, rows, shared)}\nverdict: {verdict}\n",
+        records,
+        {},
+        failure,
+        cut_short,
+        judged=any(row.judged for row in rows),
+    )
 
 
 def _verdict(rows: "list[EquivRow]", part_seen: str, complete: bool) -> str:
@@ -203,53 +224,3 @@ def _asked(spec: "RunSpec") -> dict[str, object]:
     from rollkv.tasks import record
 
     return record.cache_facts(spec.cache, spec.vram_target) | dual_chunk.facts(spec.config)
-
-
-def _text(model: "TextModel", rows: "list[EquivRow]", shared: dict[str, Any]) -> str:
-    from rollkv import report
-    from rollkv.dual_chunk import short_words
-
-    headers = ("candidate", "in tail", "equal rows", "max diff", "NMSE", "KLD mean", "99.9 %", "max", "TV mean", "same top", "real", "")
-    lines = [_line(row) for row in rows]
-    parts = [
-        f"{model.path.name}, {short_words(model.config)}, {shared['num_tokens']} tokens, the last {shared['decode_tokens']} one by one; reference: {shared['reference']}{_part_seen(rows, shared)}",
-        report.table(lines, headers, ("left", *["right"] * (len(headers) - 2), "left")),
-    ]
-    for limits in dict.fromkeys(row.limits for row in rows):
-        labels = ", ".join(row.spec.label for row in rows if row.limits == limits)
-        parts.append(f"limits of {labels}: {limits.words()}")
-    parts += [_difference(model, row) for row in rows if row.comparison.first_difference]
-    return "\n\n".join(parts[:2]) + "\n\n" + "\n".join(parts[2:])
-
-
-def _part_seen(rows: "list[EquivRow]", shared: dict[str, Any]) -> str:
-    """What to say where the reference does not hold the logits of all tokens."""
-    seen, tokens = rows[0].comparison.rows, shared["num_tokens"]
-    return "" if seen == tokens else f"; {seen} of {tokens} positions compared"
-
-
-def _line(row: "EquivRow") -> tuple[str, ...]:
-    found = row.comparison
-    figures = (found.max_abs, found.nmse, found.kld_mean, found.kld_p999, found.kld_max, found.tv_mean)
-    return (
-        row.spec.label,
-        str(row.tail_cells),
-        f"{found.bit_equal_rows}/{found.rows}",
-        *(f"{value:.2g}" for value in figures),
-        f"{100 * found.full_agreement:.2f} %",
-        f"{100 * found.real_frac:.2f} %",
-        ("ok" if row.judged else "not judged") if row.passed else "FAILED",
-    )
-
-
-def _difference(model: "TextModel", row: "EquivRow") -> str:
-    """The first other top token, and whether it was a tie."""
-    first, noise = row.comparison.first_difference, row.comparison.noise
-    assert first is not None
-    want, got = (model.tokenizer.piece(token) for token in (first.reference_token, first.candidate_token))
-    if first.margin is None:
-        weight = "the reference's margin there is not known"
-    else:
-        kind = "a tie within" if first.margin <= noise else "beyond"
-        weight = f"the reference's margin there is {first.margin:.3g}, {kind} the noise of {noise:g}"
-    return f"{row.spec.label}: first other top token at position {first.position}, {got!r} instead of {want!r}; {weight}"

@@ -36,10 +36,12 @@ def finish(
     failure: str | None,
     cut_short: RollkvError | None = None,
     draw: Callable[[], None] = lambda: None,
+    *,
+    judged: bool = True,
 ) -> None:
     """Prints `text`, or one JSON object with the summary and the rows, or the rows as JSON lines; then draws, so that a picture that fails takes
-    no figure with it. failure: what the check found wrong; cut_short: what ended the run early. `passed` is null where nothing is
-    wrong so far and not all was seen.
+    no figure with it. failure: what the check found wrong; cut_short: what ended the run early; judged: whether anything was checked. `passed` is null
+    where nothing is wrong so far and not all was seen, or nothing was judged.
 
     Raises cut_short, else CheckFailed with `failure`, else what `draw` raises. In form json the object says it itself, and only the exit code
     is left: a second object on stdout would make both unreadable.
@@ -49,7 +51,7 @@ def finish(
 
     error = cut_short or (None if failure is None else CheckFailed(failure))
     if output == "json":
-        passed = False if failure is not None else None if cut_short is not None else True
+        passed = False if failure is not None else True if judged and cut_short is None else None
         fault = {} if error is None else {"error": str(error), "kind": type(error).__name__, "exit_code": error.exit_code}
         report.write_json({"passed": passed, "interrupted": isinstance(cut_short, Interrupted), **fault, **summary, "rows": list(rows)})
     else:

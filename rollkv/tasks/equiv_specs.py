@@ -79,21 +79,32 @@ def candidate_specs(
     vram_targets: Sequence[int],
     others: Sequence[RunSpec],
     *,
-    own_reference: bool,
+    stored: CacheConfig | None = None,
     spilling: RunSpec | None = None,
 ) -> tuple[RunSpec, ...]:
-    """Windows and caps of what `spilling` says, the reference's own configuration unless given; then other types and backends. With none of them:
-    DEFAULT_WINDOWS beside a reference of our own, the resident run itself beside a stored one. Raises UsageError."""
+    """Windows and caps of what `spilling` says, the reference's own configuration unless given; then other types and backends; with none of them
+    DEFAULT_WINDOWS. stored: the cache behind the logits of a file, which take the place of the reference's run: then that is a candidate too, the
+    first of those that are listed, or the only one. Raises UsageError."""
     spilling = spilling or reference
-    if windows is None and not vram_targets and (spilling.cache.recodes or (not others and own_reference)):
+    if windows is None and not vram_targets and (spilling.cache.recodes or (not others and stored is None)):
         windows = DEFAULT_WINDOWS
     specs = window_specs(windows, spilling) if windows is not None else ()
     auto = replace(spilling.cache, residency="auto", window_cells=None)
     specs += tuple(
         replace(spilling, label=f"cap {format_size(cap)}{_types_of_tail(auto)}", cache=auto, vram_target=cap) for cap in vram_targets
     )
-    specs = specs + tuple(others) or (reference,)
-    return tuple(spec if own_reference else replace(spec, judged=spec.judged and not spec.cache.lossy) for spec in specs)
+    if stored is None:
+        return (*specs, *others)
+    resident = (reference,) if others or not specs else ()
+    return tuple(_beside_file(spec, stored) for spec in (*specs, *resident, *others))
+
+
+def _beside_file(spec: RunSpec, stored: CacheConfig) -> RunSpec:
+    """A candidate where no reference of ours tells its types: its name does. Whether the sums are the same, only its run will show."""
+    words = kv_words(spec.cache)
+    label = spec.label if spec.label.endswith(words) else f"{spec.label}, {words}"
+    judged = spec.cache.kept == stored.kept or not (spec.cache.lossy or stored.lossy)
+    return replace(spec, label=label, judged=judged, same_sums=False)
 
 
 def other_specs(
@@ -125,10 +136,10 @@ def other_specs(
     return tuple(specs)
 
 
-def limits_for(spec: RunSpec, asked: Limits | None, *, own_reference: bool) -> Limits:
+def limits_for(spec: RunSpec, asked: Limits | None) -> Limits:
     """Those asked for; else bit equality where the sums are the reference's own, DEFAULT_LIMITS elsewhere, and none for what is not judged."""
     if asked is not None:
         return asked
     if not spec.judged:
         return Limits()
-    return Limits(bit_equal=True) if spec.same_sums and own_reference else DEFAULT_LIMITS
+    return Limits(bit_equal=True) if spec.same_sums else DEFAULT_LIMITS

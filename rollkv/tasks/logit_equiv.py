@@ -9,7 +9,7 @@ import os
 import shutil
 import tempfile
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -60,7 +60,7 @@ class EquivRow:
         found, first = self.comparison, self.comparison.first_difference
         return {
             "candidate": self.spec.label,
-            "passed": self.passed,
+            "passed": self.passed if self.judged or self.broken else None,
             "judged": self.judged,
             "broken_limits": "; ".join(self.broken) or None,
             "limit_bit_equal": self.limits.bit_equal,
@@ -120,9 +120,17 @@ def forced_rows(
 
 @contextmanager
 def record_reference(
-    open_engine: Open, spec: RunSpec, tokens: Sequence[int], num_decode: int, vocab_size: int, save: Path | None, progress_for: ProgressFor
+    open_engine: Open,
+    spec: RunSpec,
+    tokens: Sequence[int],
+    num_decode: int,
+    vocab_size: int,
+    save: Path | None,
+    progress_for: ProgressFor,
+    describe: Describe,
 ) -> Iterator[LogitFile]:
-    """Runs the reference; its rows as a file: `save`, which stays, or one in the temporary directory, which goes with the context.
+    """Runs the reference; its rows as a file, with what `describe` says of the run: `save`, which stays, or one in the temporary directory, which
+    goes with the context.
 
     Raises OutOfMemoryError before the model loads when the disk is too small, CheckFailed when a row is not finite.
     """
@@ -130,8 +138,8 @@ def record_reference(
         path = save or Path(folder) / "reference.npz"
         check_disk(path, len(tokens), vocab_size)
         with (
-            write_logits(path, np.asarray(tokens), vocab_size) as write,
             open_engine(spec) as engine,
+            write_logits(path, np.asarray(tokens), vocab_size, describe(engine)) as write,
             ThreadPoolExecutor(1) as thread,
         ):
             written: deque[Future[None]] = deque()
@@ -189,18 +197,19 @@ def compare(
     *,
     num_decode: int,
     noise: float,
-    limits: Callable[[RunSpec], Limits],
+    limits: Callable[[RunSpec, Mapping[str, object]], Limits],
     progress_for: ProgressFor,
     describe: Describe,
 ) -> Generator[EquivRow, None, None]:
-    """Runs every candidate over the reference's tokens and yields what it came to."""
+    """Runs every candidate over the reference's tokens and yields what it came to. limits: what it must keep, by what `describe` says of its run."""
     for spec in specs:
-        wanted = limits(spec)
         with open_engine(spec) as engine:
             found = _compare_one(reference, engine, num_decode, noise, progress_for(spec))
             position = engine.position
             tail = max(pages_for(position, engine.budget.page_cells) - engine.budget.window_pages, 0) * engine.budget.page_cells
-            row = EquivRow(spec, found, wanted, wanted.broken(found), position - tail, tail, engine.copied_bytes[0], describe(engine))
+            machine = describe(engine)
+            wanted = limits(spec, machine)
+            row = EquivRow(spec, found, wanted, wanted.broken(found), position - tail, tail, engine.copied_bytes[0], machine)
         yield row
 
 

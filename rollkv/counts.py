@@ -1,6 +1,8 @@
 """Lists as people write them: numbers of tokens and cells (4096, 4k is 4 x 1024, 1m is 1024 x 1024), percentages, sizes and ranges of them."""
 
 import re
+from operator import index
+from typing import SupportsIndex
 
 from rollkv.errors import UsageError
 from rollkv.units import MIB, parse_size
@@ -23,12 +25,22 @@ def parse_count(text: str, option: str) -> int:
     return int(value)
 
 
-def check_count(value: int | None, option: str) -> None:
+def check_count(value: object, option: str) -> None:
     """Raises UsageError for a number of tokens, cells or runs below 1, or larger than any could be. None: not given."""
-    if value is not None and value < 1:
-        raise UsageError(f"{option} {value}: the value must be 1 or more")
-    if value is not None and value > LARGEST_COUNT:
-        raise UsageError(f"{option} {value}: the value must be at most {LARGEST_COUNT}; give less")
+    if value is None:
+        return
+    number = check_whole(value, option)
+    if number < 1:
+        raise UsageError(f"{option} {number}: the value must be 1 or more")
+    if number > LARGEST_COUNT:
+        raise UsageError(f"{option} {number}: the value must be at most {LARGEST_COUNT}; give less")
+
+
+def check_whole(value: object, option: str) -> int:
+    """The number. Raises UsageError for a text or a fraction, which a program may give."""
+    if not isinstance(value, SupportsIndex):
+        raise UsageError(f"{option} {value!r}: the value must be a whole number")
+    return index(value)
 
 
 def parse_counts(text: str, option: str) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ import engines
 from rollkv import load
 from rollkv.cli.main import main
 from rollkv.config import CacheConfig, PageFormat
+from rollkv.errors import UsageError
 from rollkv.host_backend import HostBackend
 from rollkv.kv_formats import page_formats, tail_formats
 from rollkv.model.rehearsal import rehearse
@@ -193,3 +194,10 @@ def test_a_rehearsal_meets_every_format_that_a_run_does(tail: object, protect: i
     assert rehearsal.seen == run.seen
     pages = {*page_formats(engine.config, cache), *tail_formats(engine.config, cache)}
     assert {page for name, *pages in rehearsal.seen for page in pages} == pages and len(pages) == 1 + (tail is not None) + protect
+
+
+@pytest.mark.parametrize(("option", "value"), [("ctx_size", "4k"), ("ctx_size", 4096.5), ("window_cells", "1k"), ("kv_protect", "1")])
+def test_a_library_user_s_texts_are_no_numbers(option: str, value: object) -> None:
+    with pytest.raises(UsageError, match="whole number"):
+        load(TINY, **{"backend": "host", "ctx_size": 4096, option: value})
+    load(TINY, backend="host", ctx_size=np.int64(300), kv_protect=np.int64(0)).close()

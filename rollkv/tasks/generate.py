@@ -13,7 +13,7 @@ import numpy as np
 
 from rollkv.chat import render_chat
 from rollkv.config import DEFAULT_PAGE_CELLS, DEFAULT_UBATCH, SMALLEST_UBATCH, CacheConfig, KvType, ModelConfig, SamplingParams
-from rollkv.counts import check_count
+from rollkv.counts import check_count, check_whole
 from rollkv.dual_chunk import DualChunkRequest, Mode, with_dual_chunk
 from rollkv.engine import Engine, Progress
 from rollkv.errors import UsageError
@@ -120,7 +120,7 @@ def cache_config(
     ):
         if name not in known:
             raise UsageError(f"{option} {name!r} is not known; choose one of {', '.join(sorted(filter(None, known)))}")
-    if kv_protect < 0:
+    if check_whole(kv_protect, "--kv-protect") < 0:
         raise UsageError(f"--kv-protect {kv_protect}: the value must be 0 or more")
     if residency == "full" and window_cells is not None:
         raise UsageError(f"--residency full keeps every cell in VRAM and --window {window_cells} does not; give one of them")

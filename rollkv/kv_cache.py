@@ -2,18 +2,15 @@
 
 `begin_step` plans a step; for every layer the model then calls `enter_layer`, `append` and goes through `walk` (behind `begin_append`: `append` alone),
 or with a single token goes through `append_and_walk`.
-Streams and the three orderings of stream_plan.py are kept here and only here:
-  written before copied    copies of a layer's tail wait for `_written[layer]`, recorded behind its last write-through
-  copied before read       a piece is handed out when COMPUTE waits for its copy, or for one that ends later
-  read before reused       a slot's next copy waits for the event recorded when the walk moved past the piece
+Of the three orderings of stream_plan.py this is where pages are written before they are copied: `_written[layer]` is recorded behind a layer's last
+write-through, and copies of its tail wait for it. The other two are those of staging_ring.py.
 A window slot is overwritten only after the write-through of the page it held (again `_written[layer]`), a fresh pool only after the
 write-through of the layer that used it before. Where the tail has types of its own, COMPUTE encodes pages anew into an outgoing pool, and that is what is
 written through.
 """
 
-from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,15 +19,12 @@ from rollkv.budget import Budget
 from rollkv.config import CacheConfig, LayerConfig, ModelConfig, PageFormat
 from rollkv.pages import FullLayout, Place, Segment, SlidingLayout, StepPages, sliding_ring_pages
 from rollkv.rope import Bands, bands
-from rollkv.stream_plan import Piece, plan_pieces
-
-# Many rows pay for a launch of attention with their state, 49 us for 4,096, so a run is long; but its first page waits for the copy of its last.
-LARGEST_RUN_BYTES = 64 << 20
+from rollkv.staging_ring import StagingRing
 
 
 @dataclass(frozen=True)
 class _Pool:
-    """Slots of one layer's window (or of a shared ring)."""
+    """Slots of one layer's window, or of a pool that layers take turns with."""
 
     array: Array  # u8 [num_slots, page_bytes]
     num_slots: int
@@ -53,50 +47,39 @@ class KVCache:
         spare: Array | None = None,
     ) -> None:
         """formats, tail_formats: of each layer's pages in the window, and in tail and staging ring (kv_formats.py). spare: device memory that nobody else
-        uses from `enter_layer` to the end of a layer's attention; steps of many tokens stage pages there too."""
+        uses from `enter_layer` to the end of a layer's attention."""
         self._backend = backend
         self.formats, self._tail_formats = formats, tail_formats
         self._layouts = tuple(_layout(layer, cache, budget) for layer in config.layers)
         self._ropes = tuple(layer.rope for layer in config.layers)
-        self._full = [index for index, layout in enumerate(self._layouts) if isinstance(layout, FullLayout)]
-        self._turn = {layer: number % 2 for number, layer in enumerate(self._full)}  # which fresh pool a layer uses
+        full = [index for index, layout in enumerate(self._layouts) if isinstance(layout, FullLayout)]
+        self._turn = {layer: number % 2 for number, layer in enumerate(full)}  # which fresh pool a layer uses
         self._windows = tuple(
             _pool(backend, f"resident window, layer {index}", _slots(layout), page.page_bytes)
             for index, (layout, page) in enumerate(zip(self._layouts, self.formats, strict=True))
         )
-        self._ring_shape = budget.ring
         self.ctx_size = cache.ctx_size
-        largest = max((formats[index].page_bytes for index in self._full), default=0)
-        in_tail = max((tail_formats[index].page_bytes for index in self._full), default=0)
-        self._ring = (
-            backend.empty("staging ring", (budget.ring.num_slots * budget.ring.slot_pages * in_tail,), "u8") if budget.ring else None
-        )
-        slot_bytes = self._slot_bytes = budget.ring.slot_pages * in_tail if budget.ring else 0
-        # Slots are as large for every layer: one whose pages are smaller has more of them in a slot.
-        self._slot_pages = {index: slot_bytes // tail_formats[index].page_bytes for index in self._full}
-        self._spare, self._spare_slots = spare, spare.nbytes // slot_bytes if spare is not None and slot_bytes else 0
-        self._fresh, self._fresh_slots = _two_pools(backend, "fresh pages", budget.fresh_slots, largest), budget.fresh_slots
-        self._outgoing = _two_pools(backend, "outgoing pages", budget.outgoing_slots, in_tail)
-        self._outgoing_slots = budget.outgoing_slots
         self._tails: dict[int, Any] = {
             index: backend.host_pages(f"KV tail, layer {index}", layout.tail_pages, tail_formats[index].page_bytes)
             for index, layout in enumerate(self._layouts)
             if isinstance(layout, FullLayout) and layout.tail_pages
         }
         self._written: dict[int, Any] = {}
+        of_tails = {index: tail_formats[index] for index in full}
+        self._ring = StagingRing(backend, budget.ring, of_tails, self._tails, self._written, spare) if budget.ring else None
+        largest = max((formats[index].page_bytes for index in full), default=0)
+        in_tail = max((page.page_bytes for page in of_tails.values()), default=0)
+        self._fresh, self._fresh_slots = _two_pools(backend, "fresh pages", budget.fresh_slots, largest), budget.fresh_slots
+        self._outgoing = _two_pools(backend, "outgoing pages", budget.outgoing_slots, in_tail)
+        self._outgoing_slots = budget.outgoing_slots
         self._fresh_free: list[Any] = [None, None]
         self._outgoing_free: list[Any] = [None, None]
-        self._slot_free: dict[int, Any] = {}
         self._steps: tuple[StepPages, ...] = ()
-        self._planned: dict[tuple[int, ...], tuple[Piece, ...]] = {}  # the pieces last planned for a single token, by the layers' tails
-        self._lending = False  # whether the step's pieces go on in the spare slots
-        self._lent_to: int | None = None  # the layer that has them
-        self._walked: deque[Piece] = deque()  # pieces that the step has yet to walk
-        self._queue: deque[Piece] = deque()  # pieces to copy: those of the step that are not on their way, then the next step's
-        # By slot, in the order of their copies: pieces to be walked, and the end of their copies; None once COMPUTE is ordered behind it.
-        self._staged: dict[int, tuple[Piece, Any]] = {}
-        self.copied_in_bytes = 0
         self.copied_out_bytes = 0
+
+    @property
+    def copied_in_bytes(self) -> int:
+        return self._ring.copied_bytes if self._ring is not None else 0
 
     def plan(self, position: int, num_tokens: int) -> tuple[StepPages, ...]:
         """What a step that appends cells position .. position + num_tokens - 1 does to the pages of every layer. Changes nothing."""
@@ -107,41 +90,40 @@ class KVCache:
     def begin_append(self, position: int, num_tokens: int) -> None:
         """Plans a step that appends cells position .. position + num_tokens - 1 and attends to nothing: no page is copied in."""
         self._steps = self.plan(position, num_tokens)
-        self._begin(())
+        if self._ring is not None:
+            self._ring.begin_nothing()
 
     def begin_step(self, position: int, num_tokens: int) -> None:
         """Plans the step that appends cells position .. position + num_tokens - 1, and starts the first copies. Behind those of a single token the
-        copies of the next begin, as far as slots get free; unless this one completes a page, which the next may find in the tail."""
+        copies of the next begin, unless this one completes a page, which the next may find in the tail."""
         self._steps = self.plan(position, num_tokens)
-        self._lending, self._lent_to = num_tokens > 1 and self._spare_slots > 0, None
-        self._begin(self._many_pieces(self._steps) if self._lending else self._pieces(self._steps))
-        if num_tokens == 1 and position + 1 < self.ctx_size and not any(step.completed for step in self._steps):
-            self._queue += self._first_pieces(self.plan(position + 1, 1))
-        self._issue_copies()
+        if self._ring is None:
+            return
+        if num_tokens > 1:
+            self._ring.begin_many(self._steps)
+        else:
+            goes_on = position + 1 < self.ctx_size and not any(step.completed for step in self._steps)
+            self._ring.begin(self._steps, self.plan(position + 1, 1) if goes_on else None)
 
     def is_staged(self, pages: tuple[StepPages, ...]) -> bool:
         """Whether the ring holds what the end of a step leaves there for a next step over these pages."""
-        return not self._walked and tuple(piece for piece, _ in self._staged.values()) == self._first_pieces(pages)
+        return self._ring is None or self._ring.is_staged(pages)
 
     def forget(self) -> None:
         """The sequence ends, wherever a step was broken off. No copy may be under way."""
-        for pending in (self._written, self._slot_free, self._staged, self._walked, self._queue):
-            pending.clear()
+        self._written.clear()
         self._fresh_free, self._outgoing_free = [None, None], [None, None]
-        self._lent_to = None
+        if self._ring is not None:
+            self._ring.forget()
 
     def step_pages(self, layer: int) -> StepPages:
         """What the current step does to the pages of a layer."""
         return self._steps[layer]
 
     def enter_layer(self, layer: int) -> None:
-        """Before the first work of a layer is issued: the spare memory is the ring's from here on, behind all that COMPUTE has been told to do."""
-        if self._lending and any(self._is_spare(piece) for piece in self._walked if piece.layer == layer):
-            assert self._ring_shape is not None
-            own = self._ring_shape.num_slots
-            self._slot_free.update(dict.fromkeys(range(own, own + self._spare_slots), self._backend.record(Stream.COMPUTE)))
-            self._lent_to = layer
-            self._issue_copies()
+        """Before the first work of a layer is issued: the spare memory is the cache's from here on."""
+        if self._ring is not None:
+            self._ring.lend(layer)
 
     def append(self, layer: int, projected: Projected, position: Array, first_position: int, q: Array) -> int:
         """Stores the new cells of a layer, and starts the write-through of the pages that they complete. Finishes queries into q, f32 [T, H*Dk], for
@@ -162,7 +144,7 @@ class KVCache:
         self._make_room(layer, step)
         window = self._run(layer, step.visible[-1])
         joined = False
-        for run, last in self._through_ring(layer, lambda first: 1):
+        for run, last in self._ring.pieces(layer) if self._ring is not None else ():
             joined = last and not self._is_recoded(layer)
             yield (run, window) if joined else (run,), self._tail_formats[layer]
         if not joined:
@@ -184,42 +166,10 @@ class KVCache:
         visible = self._steps[layer].visible
         for segment in visible:
             if segment.place is Place.TAIL:
-                yield from ((run, self._tail_formats[layer], False) for run, _ in self._through_ring(layer, self._pieces_at_once))
+                assert self._ring is not None
+                yield from ((run, self._tail_formats[layer], False) for run in self._ring.runs(layer))
             else:
                 yield self._run(layer, segment), self.formats[layer], segment is visible[-1]
-
-    def _pieces_at_once(self, first: Piece) -> int:
-        """How many pieces many rows walk in one launch from this one on: half of what takes turns; all of the ring where it does not."""
-        assert self._ring_shape is not None
-        if self._is_spare(first):
-            return max(min(self._spare_slots // 2, LARGEST_RUN_BYTES // self._slot_bytes), 1)
-        return self._ring_shape.num_slots if self._lending else max(self._ring_shape.num_slots // 2, 1)
-
-    def _is_spare(self, piece: Piece) -> bool:
-        assert self._ring_shape is not None
-        return piece.slot >= self._ring_shape.num_slots
-
-    def _through_ring(self, layer: int, at_once: Callable[[Piece], int]) -> Iterator[tuple[PageRun, bool]]:
-        """A layer's tail as it is staged, up to so many pieces at once where they lie behind each other, each run with whether it is the last."""
-        while self._walked and self._walked[0].layer == layer:
-            together = [self._walked.popleft()]
-            while len(together) < at_once(together[0]) and self._walked and self._follows(together[-1], self._walked[0]):
-                together.append(self._walked.popleft())
-            self._await_pieces(together)
-            yield self._ring_run(together), not (self._walked and self._walked[0].layer == layer)
-            free = self._backend.record(Stream.COMPUTE)
-            for piece in together:
-                del self._staged[piece.slot]
-                self._slot_free[piece.slot] = free
-            self._issue_copies()
-
-    def _follows(self, piece: Piece, other: Piece) -> bool:
-        """Whether the other piece lies right behind this one, in the layer and in the ring or the spare slots."""
-        assert self._ring_shape is not None
-        own = self._ring_shape.num_slots
-        behind = own + (piece.slot + 1 - own) % self._spare_slots if self._is_spare(piece) else (piece.slot + 1) % own
-        full = piece.num_pages * self._tail_formats[piece.layer].page_bytes == self._slot_bytes
-        return other.layer == piece.layer and full and other.slot == behind
 
     def _make_room(self, layer: int, step: StepPages) -> None:
         """Orders COMPUTE behind what still reads the slots that the new cells go to."""
@@ -238,95 +188,34 @@ class KVCache:
         pools = (event for event in (*self._fresh_free, *self._outgoing_free) if event is not None)
         for event in (*self._written.values(), *pools):
             self._backend.wait(Stream.COMPUTE, event)
-        self._await_staged()
         self._written.clear()
-        self._slot_free.clear()
         self._fresh_free, self._outgoing_free = [None, None], [None, None]
+        if self._ring is not None:
+            self._ring.settle()
 
     @contextmanager
     def isolated(self) -> Iterator[None]:
-        """Around one step behind `settle`: its copies begin behind COMPUTE and have ended when COMPUTE goes on. So have the first copies of the next
-        step, which therefore takes the ring as this one does."""
-        copies = self._ring_shape is not None
-        if copies:
-            self._backend.wait(Stream.COPY_IN, self._backend.record(Stream.COMPUTE))
-        yield
-        if copies:
-            self._backend.wait(Stream.COMPUTE, self._backend.record(Stream.COPY_IN))
-            self._staged = {slot: (piece, None) for slot, (piece, _) in self._staged.items()}
-        self._slot_free.clear()
-
-    def _await_staged(self) -> None:
-        """Orders COMPUTE behind the copies of the pieces that are staged, for a recorded step does not wait for them."""
-        for slot, (piece, filled) in self._staged.items():
-            if filled is not None:
-                self._backend.wait(Stream.COMPUTE, filled)
-                self._staged[slot] = piece, None
+        """Around one step behind `settle`, as StagingRing.isolated."""
+        with self._ring.isolated() if self._ring is not None else nullcontext():
+            yield
 
     def forget_step(self) -> None:
         """Behind a step that was not recorded to its end: nothing of it has happened, and what was staged before it is copied again."""
-        self._walked.clear()
-        self._queue.clear()
-        self._staged.clear()
-        self.mark_ring_busy()
+        if self._ring is not None:
+            self._ring.forget_step()
 
-    def mark_ring_busy(self) -> None:
-        """Behind the replay of a recorded step: slots are free again when COMPUTE has come this far."""
-        if self._ring_shape:
-            self._slot_free = dict.fromkeys(range(self._ring_shape.num_slots), self._backend.record(Stream.COMPUTE))
+    def end_replay(self, copied_bytes: int) -> None:
+        """Behind the replay of a recorded step, which copied so much in."""
+        if self._ring is not None:
+            self._ring.mark_busy()
+            self._ring.copied_bytes += copied_bytes
+
+    def uncount_copies(self, before: int) -> None:
+        """What was copied in since copied_in_bytes had this value was recorded and not done."""
+        if self._ring is not None:
+            self._ring.copied_bytes = before
 
     # -- copies ----------------------------------------------------------------------------------------------------------------
-    def _begin(self, pieces: tuple[Piece, ...]) -> None:
-        """A step walks these pieces. What the step before staged stays if it is the first of them."""
-        staged = [piece for piece, _ in self._staged.values()]
-        if staged != list(pieces[: len(staged)]):
-            self._await_staged()  # later work may write to the pages that these copies read
-            self._staged.clear()
-        self._walked, self._queue = deque(pieces), deque(pieces[len(self._staged) :])
-
-    def _await_pieces(self, pieces: list[Piece]) -> None:
-        """Orders COMPUTE behind the copies of pieces, and of those that follow in half a ring, if it is not yet: a wait costs 5 us of a recorded step,
-        and where the link is not the limit they are there."""
-        assert self._ring_shape is not None
-        if self._staged[pieces[-1].slot][1] is None:
-            return
-        coming = [other for other, filled in self._staged.values() if filled is not None and (other in pieces or other in self._walked)]
-        together = coming[: max(self._ring_shape.num_slots // 2, len(pieces))]
-        self._backend.wait(Stream.COMPUTE, self._staged[together[-1].slot][1])  # copies end in their order
-        self._staged.update({other.slot: (other, None) for other in together})
-
-    def _issue_copies(self) -> None:
-        """Issues copies in their order as long as slots are free."""
-        while self._queue and self._queue[0].slot not in self._staged:
-            if self._is_spare(self._queue[0]) and self._queue[0].layer != self._lent_to:
-                return
-            piece = self._queue.popleft()
-            if piece.slot in self._slot_free:
-                self._backend.wait(Stream.COPY_IN, self._slot_free[piece.slot])
-            if piece.layer in self._written:
-                self._backend.wait(Stream.COPY_IN, self._written[piece.layer])
-            self._backend.copy_in(self._ring_run([piece]), self._tails[piece.layer])
-            self._staged[piece.slot] = piece, self._backend.record(Stream.COPY_IN)
-            self.copied_in_bytes += piece.num_pages * self._tail_formats[piece.layer].page_bytes
-
-    def _pieces(self, steps: tuple[StepPages, ...]) -> tuple[Piece, ...]:
-        if self._ring_shape is None:
-            return ()
-        tails = tuple(steps[index].tail_pages for index in self._full)
-        if tails not in self._planned:  # every step asks for the same, thousands of pieces in a long context
-            self._planned = {tails: plan_pieces(dict(zip(self._full, tails, strict=True)), self._ring_shape, slot_pages=self._slot_pages)}
-        return self._planned[tails]
-
-    def _many_pieces(self, steps: tuple[StepPages, ...]) -> tuple[Piece, ...]:
-        """Of a step that has the spare slots."""
-        assert self._ring_shape is not None
-        tails = {index: steps[index].tail_pages for index in self._full}
-        return plan_pieces(tails, self._ring_shape, self._spare_slots, self._slot_pages)
-
-    def _first_pieces(self, steps: tuple[StepPages, ...]) -> tuple[Piece, ...]:
-        """Those that the ring holds before a step begins: the first ones fill it."""
-        return self._pieces(steps)[: self._ring_shape.num_slots] if self._ring_shape else ()
-
     def _write_through(self, layer: int, step: StepPages) -> None:
         if not step.completed:
             return
@@ -370,19 +259,6 @@ class KVCache:
     def _fresh_pool(self, layer: int) -> _Pool:
         """Layers take turns with two pools, so that one layer's write-through runs beside the next layer's append."""
         return _Pool(self._fresh[self._turn[layer]].view((self._fresh_slots, self.formats[layer].page_bytes)), self._fresh_slots)
-
-    def _ring_run(self, pieces: list[Piece]) -> PageRun:
-        """Where pieces that lie behind each other are, in the ring or in the spare slots."""
-        assert self._ring is not None and self._ring_shape is not None
-        first, held, page_bytes = pieces[0], self._slot_pages[pieces[0].layer], self._tail_formats[pieces[0].layer].page_bytes
-        array, num_slots, slot = self._ring, self._ring_shape.num_slots, first.slot
-        if self._is_spare(first):
-            assert self._spare is not None
-            array, num_slots, slot = self._spare, self._spare_slots, first.slot - num_slots
-        if held * page_bytes < self._slot_bytes:  # slots do not follow each other without a gap
-            array, num_slots, slot = array.rows(self._slot_bytes, slot * self._slot_bytes), 1, 0
-        pool = _Pool(array.view((num_slots * held, page_bytes)), num_slots * held)
-        return pool.run(slot * held, first.first_page, sum(piece.num_pages for piece in pieces))
 
 
 def _layout(layer: LayerConfig, cache: CacheConfig, budget: Budget) -> FullLayout | SlidingLayout:

@@ -1,6 +1,6 @@
 """The copy schedule of one step: which run of tail pages goes through which slot of the staging ring, and when its copy may be issued.
 
-Three orderings keep it right, and kv_cache.py turns each into one event:
+Three orderings keep it right, and kv_cache.py (the first) and staging_ring.py (all) turn each into one event:
   written before copied    the write-through of a page ends before the page is copied in (it ended in an earlier step)
   copied before read       attention over a piece waits for the piece's *filled* event
   read before reused       a piece's copy waits for the *free* event of the piece that its slot held before

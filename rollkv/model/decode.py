@@ -57,8 +57,7 @@ class Decoder:
         if recorded is not None and cache.is_staged(pages):
             cache.settle()  # a step over these pages that ran directly, as the first of a sequence does, leaves copies on their way
             model.backend.replay(recorded.graph)
-            cache.mark_ring_busy()
-            cache.copied_in_bytes += recorded.copied_in_bytes
+            cache.end_replay(recorded.copied_in_bytes)
         else:
             run()
         self._last = pages
@@ -92,4 +91,4 @@ class Decoder:
                 cache.forget_step()
             raise
         finally:
-            cache.copied_in_bytes = before
+            cache.uncount_copies(before)

@@ -813,6 +813,8 @@ def test_csv_and_caps(command, capsys):
     assert rows[0]["vram_target_bytes"] == str(2000 * MIB) and "too small" in rows[1]["refusal"] and "too small" in out.err
     assert command("--vram-target", "100,90MiB", "-o", "json") == 5, "no rung at all"
     assert json.loads(capsys.readouterr().out)["kind"] == "OutOfMemoryError"
+    assert command("--vram-target", "100MiB") == 5, "a single rung"
+    assert capsys.readouterr().err.count("too small") == 1
 
 
 def test_a_rung_over_its_cap_fails(command, capsys, monkeypatch):

@@ -99,7 +99,7 @@ def gather(run: Run) -> "Generator[RungResult | PeerResult, None, None]":
         describe = partial(machine_facts, link_rate=run.rates.link_in)
         prompt_for = prompts(run.model, run.climb)
         for result in run_climb(run.climb, run.rates.link, open_engine, prompt_for, progress_for, describe):
-            if not result.ran:
+            if not result.ran and len(run.climb.rungs) > 1:  # of a single one the error at the end says it
                 report.warn(f"{result.rung.name}, depth {result.rung.depth}: {result.refusal}")
             yield result
             for theirs in _peers_beside(run, result, peers):

@@ -22,7 +22,7 @@
 
 constexpr int kWarps = 8;  // of a team
 constexpr int kThreads = kWarps * 32;
-constexpr int kTeamBarrier = 1;  // of hardware: of the first team; the second has the next
+constexpr int kTeamBarrier = 1;        // of hardware: of the first team; the second has the next
 constexpr int kSquares = 16;           // sums that a row's sum of squares is added up from
 constexpr int kUnit = 256;             // columns of x with a common scale
 constexpr int kPadBytes = 32;          // of a staged row beyond its own: so neighbouring rows lie in different banks
@@ -421,3 +421,16 @@ __device__ __forceinline__ int following_tile(int tile, bool paired, int teams) 
   if (!paired) return tile + teams;
   return tile % 2 == 0 ? tile + 1 : tile - 1 + 2 * teams;
 }
+
+// A warp's next round of spans: of this tile, or the first one of the team's next tile.
+struct Round {
+  u32 number;  // of its first span, in the weight
+  int known;   // spans from there to the tile's end; none behind the last tile
+
+  __device__ __forceinline__ Round(int next, int round, int warp, int spans, int tile, int tiles, bool paired, int teams) {
+    const bool last = next + round >= spans;
+    const int ahead_tile = last ? following_tile(tile, paired, teams) : tile, ahead = last ? warp : next + round;
+    known = ahead_tile < tiles ? spans - ahead : 0;
+    number = u32(ahead_tile) * spans + ahead;
+  }
+};

@@ -152,9 +152,7 @@ __global__ void __launch_bounds__(2 * kThreads, 1) linear_row(
         if (staging) {
           const int unit = next - warp + (threadIdx.x >> 5);
           if (unit < units) row_copy.stage(staged, unit, squares);
-          if (norm != nullptr && next - warp + kRound >= spans) {
-            end_squares();
-          }
+          if (norm != nullptr && next - warp + kRound >= spans) end_squares();
           named_wait(kPairBarrier + warp, 64);
           if (tile >= tiles || next >= spans) continue;
         }
@@ -162,15 +160,11 @@ __global__ void __launch_bounds__(2 * kThreads, 1) linear_row(
       // One wait for all the loads of the round, as in linear_rows.cu.
 #pragma unroll
       for (int d = 0; d < kDepth; d++) weights[d].arrive();
-      // The next round: of this tile, or the first one of the team's next tile.
-      const bool last = next + kRound >= spans;
-      const int ahead_tile = last ? following_tile(tile, paired, teams) : tile, ahead = last ? warp : next + kRound;
-      const int known = ahead_tile < tiles ? spans - ahead : 0;
-      const u32 number = u32(ahead_tile) * spans + ahead;
+      const Round ahead(next, kRound, warp, spans, tile, tiles, paired, teams);
 #pragma unroll
       for (int d = 0; d < kDepth; d++) {
         if (next + d * kWarps < spans) P::multiply(weights[d], staged, (next + d * kWarps) * Q::kSpan, lane, sums);
-        if (d * kWarps < known) weights[d].load(planes, number + d * kWarps, lane);
+        if (d * kWarps < ahead.known) weights[d].load(planes, ahead.number + d * kWarps, lane);
       }
     }
     if (kPairs && tile >= tiles) {

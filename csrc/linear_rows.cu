@@ -104,15 +104,11 @@ __global__ void __launch_bounds__(kThreads * kTeams<TYPE, T>, 1) linear_rows(
         // for the loads issued just before it too, behind the span before.
 #pragma unroll
         for (int d = 0; d < kDepth; d++) weights[d].arrive();
-        // The next round: of this tile, or the first one of the team's next tile.
-        const bool last = next + kDepth * kWarps >= spans;
-        const int ahead_tile = last ? following_tile(tile, paired, teams) : tile, ahead = last ? warp : next + kDepth * kWarps;
-        const int known = ahead_tile < tiles ? spans - ahead : 0;
-        const u32 number = u32(ahead_tile) * spans + ahead;
+        const Round ahead(next, kDepth * kWarps, warp, spans, tile, tiles, paired, teams);
 #pragma unroll
         for (int d = 0; d < kDepth; d++) {
           if (next + d * kWarps < end) P::multiply(weights[d], staged, (next + d * kWarps - first) * Q::kSpan, lane, sums);
-          if (d * kWarps < known) weights[d].load(planes, number + d * kWarps, lane);
+          if (d * kWarps < ahead.known) weights[d].load(planes, ahead.number + d * kWarps, lane);
         }
       }
     }

@@ -207,8 +207,7 @@ class KVCache:
     def end_replay(self, copied_bytes: int) -> None:
         """Behind the replay of a recorded step, which copied so much in."""
         if self._ring is not None:
-            self._ring.mark_busy()
-            self._ring.copied_bytes += copied_bytes
+            self._ring.end_replay(copied_bytes)
 
     def uncount_copies(self, before: int) -> None:
         """What was copied in since copied_in_bytes had this value was recorded and not done."""

@@ -41,7 +41,7 @@ class StagingRing:
         self._ring = backend.empty("staging ring", (shape.num_slots * slot_bytes,), "u8")
         # Slots are as large for every layer: one whose pages are smaller has more of them in a slot.
         self._slot_pages = {layer: slot_bytes // page.page_bytes for layer, page in formats.items()}
-        self._spare, self._spare_slots = spare, spare.nbytes // slot_bytes if spare is not None and slot_bytes else 0
+        self._spare, self._spare_slots = spare, spare.nbytes // slot_bytes if spare is not None else 0
         self._slot_free: dict[int, Any] = {}
         self._planned: dict[tuple[int, ...], tuple[Piece, ...]] = {}  # the pieces last planned for a single token, by the layers' tails
         self._lending = False  # whether the step's pieces go on in the spare slots
@@ -121,10 +121,15 @@ class StagingRing:
         self._walked.clear()
         self._queue.clear()
         self._staged.clear()
-        self.mark_busy()
+        self._mark_busy()
 
-    def mark_busy(self) -> None:
-        """Behind the replay of a recorded step: slots are free again when COMPUTE has come this far."""
+    def end_replay(self, copied_bytes: int) -> None:
+        """Behind the replay of a recorded step, which copied so much in."""
+        self._mark_busy()
+        self.copied_bytes += copied_bytes
+
+    def _mark_busy(self) -> None:
+        """Slots are free again when COMPUTE has come this far."""
         self._slot_free = dict.fromkeys(range(self._shape.num_slots), self._backend.record(Stream.COMPUTE))
 
     # -- pieces ----------------------------------------------------------------------------------------------------------------
@@ -168,8 +173,8 @@ class StagingRing:
             array, num_slots, slot = self._spare, self._spare_slots, first.slot - num_slots
         if held * page_bytes < self._slot_bytes:  # slots do not follow each other without a gap
             array, num_slots, slot = array.rows(self._slot_bytes, slot * self._slot_bytes), 1, 0
-        num_pages, pages = num_slots * held, sum(piece.num_pages for piece in pieces)
-        return PageRun(array.view((num_pages, page_bytes)), num_pages, slot * held % num_pages, first.first_page, pages)
+        pool = array.view((num_slots * held, page_bytes))
+        return PageRun(pool, num_slots * held, slot * held, first.first_page, sum(piece.num_pages for piece in pieces))
 
     # -- copies ----------------------------------------------------------------------------------------------------------------
     def _take(self, pieces: tuple[Piece, ...]) -> None:

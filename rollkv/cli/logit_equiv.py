@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rollkv.tasks.equiv_specs import RunSpec
     from rollkv.tasks.generate import TextModel
     from rollkv.tasks.logit_equiv import EquivRow
+    from rollkv.tasks.record import ModelFacts
     from rollkv.tasks.stored_run import StoredRun
 
 
@@ -185,16 +186,24 @@ def _run(
         if cut_short is not None and not compared:
             raise cut_short
         against = stored.words if stored else f"{first.label}, {kv_words(first.cache)}, {''.join(machines)} backend"
-        _print(model, compared, {"num_tokens": len(ids), "decode_tokens": num_decode, "reference": against}, output, cut_short)
+        shared = {"num_tokens": len(ids), "decode_tokens": num_decode, "reference": against}
+        _print(model, model_file, compared, shared, output, cut_short)
 
 
-def _print(model: "TextModel", rows: "list[EquivRow]", shared: dict[str, Any], output: str, cut_short: RollkvError | None) -> None:
+def _print(
+    model: "TextModel",
+    model_file: "ModelFacts",
+    rows: "list[EquivRow]",
+    shared: dict[str, Any],
+    output: str,
+    cut_short: RollkvError | None,
+) -> None:
     from rollkv.tasks import record
 
     failed = [f"{row.spec.label}: {'; '.join(row.broken)}" for row in rows if not row.passed]
     failure = "not equivalent: " + " | ".join(failed) if failed else None
     verdict = failure or _verdict(rows, part_seen(rows, shared), cut_short is None)
-    source = record.source_facts("logit-equiv") | record.model_facts(model.path).as_dict() | {"utc_time": record.utc_time()}
+    source = record.source_facts("logit-equiv") | model_file.as_dict() | {"utc_time": record.utc_time()}
     records = [source | shared | _asked(row.spec) | row.machine | row.as_dict() for row in rows]
     results.finish(
         output,

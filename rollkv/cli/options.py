@@ -2,10 +2,10 @@
 
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import inf
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -13,18 +13,19 @@ from rollkv.errors import RollkvError, UsageError
 from rollkv.kv_types import KV_TYPES
 
 
-def _count(option: str) -> Callable[[str], int]:
-    """Reads a number of tokens or cells: 4096, or 4k. What it may be is checked where it is used."""
+def _count(*names: str, unit: str = "CELLS", text: str) -> Any:
+    """An option whose value is a number of tokens or cells: 4096, or 4k. What it may be is checked where it is used. names: the last is the long one;
+    text: its help."""
 
-    def read(text: str) -> int:
+    def read(value: str) -> int:
         from rollkv.counts import parse_count
 
         try:
-            return int(text)
+            return int(value)
         except ValueError:
-            return parse_count(text, option)
+            return parse_count(value, names[-1])
 
-    return read
+    return typer.Option(*names, metavar=unit, parser=read, help=text)
 
 
 Model = Annotated[
@@ -38,14 +39,7 @@ PreTokenizer = Annotated[
     str | None, typer.Option(metavar="NAME", help="How text is cut before merging, where the file does not say it or is wrong.")
 ]
 CtxSize = Annotated[
-    int | None,
-    typer.Option(
-        "-c",
-        "--ctx-size",
-        metavar="CELLS",
-        parser=_count("--ctx-size"),
-        help="Context length. Default: what the run needs; of a plan, the trained length.",
-    ),
+    int | None, _count("-c", "--ctx-size", text="Context length. Default: what the run needs; of a plan, the trained length.")
 ]
 VramTarget = Annotated[
     str | None,
@@ -57,22 +51,11 @@ Residency = Annotated[
     str, typer.Option(metavar="auto|full|window", help="Keep all cells in VRAM (full), a window of them (window), or what fits (auto).")
 ]
 Window = Annotated[
-    int | None,
-    typer.Option(
-        metavar="CELLS",
-        parser=_count("--window"),
-        help="Size of the resident window, in whole pages of 256 cells. Default: as large as fits.",
-    ),
+    int | None, _count("--window", text="Size of the resident window, in whole pages of 256 cells. Default: as large as fits.")
 ]
-Ubatch = Annotated[int, typer.Option(metavar="TOKENS", parser=_count("--ubatch"), help="Prompt tokens in one pass.")]
+Ubatch = Annotated[int, _count("--ubatch", unit="TOKENS", text="Prompt tokens in one pass.")]
 FittingUbatch = Annotated[
-    int | None,
-    typer.Option(
-        "--ubatch",
-        metavar="TOKENS",
-        parser=_count("--ubatch"),
-        help="Prompt tokens in one pass. Default: 4096, or less where memory is short.",
-    ),
+    int | None, _count("--ubatch", unit="TOKENS", text="Prompt tokens in one pass. Default: 4096, or less where memory is short.")
 ]
 _TYPES = "|".join(KV_TYPES)
 CacheTypeK = Annotated[str, typer.Option(metavar=_TYPES, help="Type of the cached keys. Below 16 bits something is lost.")]
@@ -100,32 +83,13 @@ DcaList = Annotated[
         help="Dual chunk attention: auto (as the file or --hf-config declares it), on, off; or two of them to compare.",
     ),
 ]
-DcaChunk = Annotated[
-    int | None,
-    typer.Option(
-        "--dca-chunk",
-        metavar="CELLS",
-        parser=_count("--dca-chunk"),
-        help="The largest distance. Default: as declared, or 3/4 of the trained length.",
-    ),
-]
+DcaChunk = Annotated[int | None, _count("--dca-chunk", text="The largest distance. Default: as declared, or 3/4 of the trained length.")]
 DcaLocal = Annotated[
-    int | None,
-    typer.Option(
-        "--dca-local",
-        metavar="CELLS",
-        parser=_count("--dca-local"),
-        help="Newest cells, whose distances are true. Default: as declared, or 1/12 of the chunk.",
-    ),
+    int | None, _count("--dca-local", text="Newest cells, whose distances are true. Default: as declared, or 1/12 of the chunk.")
 ]
 RopeOriginalCtx = Annotated[
     int | None,
-    typer.Option(
-        "--rope-original-ctx",
-        metavar="CELLS",
-        parser=_count("--rope-original-ctx"),
-        help="Length behind which dual chunk attention raises scores. Default: as declared, or trained.",
-    ),
+    _count("--rope-original-ctx", text="Length behind which dual chunk attention raises scores. Default: as declared, or trained."),
 ]
 HfConfig = Annotated[
     Path | None,

@@ -26,14 +26,6 @@ MakeBudget = Callable[[CacheConfig], Budget]
 
 
 @dataclass(frozen=True)
-class Ways:
-    """found: those that fit, the best first. left_out: the options of those that do not, though the model's heads could be held so."""
-
-    found: tuple["Way", ...]
-    left_out: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class Way:
     """One of them. options: what to give beside model, length and cap, with the ubatch where it is not the one asked for; measured_kld: mean divergence in nats,
     of a small model; None where layers are protected."""
@@ -57,6 +49,14 @@ class Way:
         return {"options": self.options, "exact": self.exact, "measured_kld": self.measured_kld, "budget": self.budget.as_dict()}
 
 
+@dataclass(frozen=True)
+class Ways:
+    """found: those that fit, the best first. left_out: the options of those that do not, though the model's heads could be held so."""
+
+    found: tuple[Way, ...]
+    left_out: tuple[str, ...]
+
+
 def ways_to_fit(cache: CacheConfig, make: MakeBudget) -> Ways:
     """Those that fit, the fastest first and an exact one before a lossy one of its speed. cache: f16, as large a window as the cap allows, and the layers
     that lossy ways protect; make: the budget under the cap, with the errors of run_budget.
@@ -65,24 +65,21 @@ def ways_to_fit(cache: CacheConfig, make: MakeBudget) -> Ways:
     fits, that of the first lossy one.
     """
     found: list[Way] = []
-    refused: list[RollkvError] = []
-    too_large: dict[str, OutOfMemoryError] = {}
+    refused: dict[str, RollkvError] = {}
     for options, asked, loss in _kinds(cache):
         try:
             budget = make(asked)
-        except OutOfMemoryError as error:
-            too_large[options] = error
-            refused.append(error)
-        except UsageError as error:  # heads that the type cannot hold, for one
-            refused.append(error)
+        except (OutOfMemoryError, UsageError) as error:  # UsageError: heads that the type cannot hold, for one
+            refused[options] = error
         else:
             shrunk = f"{options} --ubatch {budget.ubatch}".lstrip() if budget.ubatch != asked.ubatch else options
             found.append(Way(shrunk, asked, budget, loss))
+    too_large = [options for options, error in refused.items() if isinstance(error, OutOfMemoryError)]
     if not found and too_large:
-        options, least = list(too_large.items())[-1]
-        raise OutOfMemoryError(f"no way fits; of the smallest cells, {options or 'f16'}: {least}")
+        least = too_large[-1]
+        raise OutOfMemoryError(f"no way fits; of the smallest cells, {least or 'f16'}: {refused[least]}")
     if not found or (cache.protect_layers and all(way.exact for way in found)):
-        raise refused[0]
+        raise next(iter(refused.values()))
     useful = [way for way in found if way.budget.spills or not way.cache.recodes]  # without a tail its type says nothing
     best_first = sorted(useful, key=lambda way: (-way.tokens_per_second, not way.exact))
     return Ways(tuple(best_first), tuple(too_large))

@@ -18,7 +18,7 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks) attn_prefill_mma(
     const float* __restrict__ q,       // [T][H*D]
     const int* __restrict__ position,  // [1]
     const u8* __restrict__ pool,       // [num_slots][page_bytes]
-    float* __restrict__ state,         // [T][H][D + 8]
+    float* __restrict__ state,         // [H][groups of T][8][D + 8]: prefill_rows.cuh
     float* __restrict__ out,           // [T][H*D]
     int num_tokens, int num_heads, int num_kv_heads, int num_slots, int first_slot, int first_page, int num_pages, int page_cells,
     int sliding_window, int flags, float scale) {
@@ -178,7 +178,14 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks) attn_prefill_mma(
     }
   }
 
+  const int end_row = forgotten(q0) + warp * kTiles * 16;  // addresses of the load, kept until here, spill registers at 128 columns
 #pragma unroll
-  for (int m = 0; m < kTiles; m++)
-    store_rows<kDim>(rows[m], O[m], state, out, {warp_row + m * 16, num_tokens, num_heads, head}, lane, flags & kLast);
+  for (int m = 0; m < kTiles; m++) {
+    const RowPlace place{end_row + m * 16, num_tokens, num_heads, head};
+    if (flags & kLast) {
+      write_rows<kDim>(rows[m], O[m], out, place, lane);
+    } else {
+      save_rows<kDim>(rows[m], O[m], state, place, lane);
+    }
+  }
 }

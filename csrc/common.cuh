@@ -146,6 +146,17 @@ __device__ __forceinline__ void prefetch(const void* address, int num_bytes) {
   for (int line = threadIdx.x * 128; line < num_bytes; line += kThreads * 128) prefetch_line(static_cast<const u8*>(address) + line);
 }
 
+// ---- lanes ------------------------------------------------------------------------------------------------------------------------
+
+// `value`, which all lanes share without the compiler's knowing: what follows from it may be computed once a warp.
+__device__ __forceinline__ int same_in_all_lanes(int value) { return __shfl_sync(kAllLanes, value, 0); }
+
+// `value`, of which the compiler no longer knows what it computed from it before: that is computed again, not kept in registers.
+__device__ __forceinline__ int forgotten(int value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
 // ---- reductions in a fixed order: the result depends on the values and the block size alone, and every thread receives it ---------
 
 // Butterflies: at each step both partners add the same two numbers, so all lanes end with equal bits. Over kLanes neighbouring lanes:

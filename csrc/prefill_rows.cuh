@@ -2,9 +2,10 @@
 //
 // With g = lane / 4 and t = lane % 4 a lane owns rows g and g + 8: element 4 n + 2 r + e of its accumulators is row g + 8 r, column
 // 8 n + 2 t + e, both in mma m16n8k16 and in wgmma m64 (there warp w of the group has rows 16 w on).
-// State in memory f32 [T][H][D + 8]: O (not normalised), m, l of lanes 0 to 3, three unused. l stays four numbers a row until the end: added
-// up before, they would depend on the division into launches. m moves only when a row's maximum grew by more than a factor 2^8 (so weights
-// reach 2^8, far from the 2^16 where half ends), decided row by row.
+// State in memory f32 [H][T / 8, rounded up][8][D + 8], 8 rows together: O (not normalised) as [D/8][8 rows][8], so that a warp moves whole lines, where
+// rows one by one took four times as many; then m, l of lanes 0 to 3 and three unused of each row. l stays four numbers a row until the end: added
+// up before, they would depend on the division into launches. m moves only when a row's maximum grew by more than a factor 2^8 (so weights reach
+// 2^8, far from the 2^16 where half ends), decided row by row.
 #pragma once
 
 #include "mma.cuh"
@@ -102,48 +103,67 @@ __device__ __forceinline__ uint4 load_query_chunk(const float* q, RowPlace place
   return make_uint4(pack_half2(low.x, low.y), pack_half2(low.z, low.w), pack_half2(high.x, high.y), pack_half2(high.z, high.w));
 }
 
+// A group of 8 rows in the state, and in it this lane's two of every eight columns and its row's m and l.
+template <int kDim>
+struct SavedRows {
+  float *sums, *rest;
+
+  __device__ __forceinline__ SavedRows(float* state, RowPlace place, int first_token, int lane) {
+    const int row = place.head * ((place.num_tokens + 7) & ~7) + first_token;
+    float* const group = state + i64(row) * (kDim + kStateExtra);
+    sums = group + lane * 2;
+    rest = group + 8 * kDim + lane / 4 * kStateExtra;
+  }
+};
+
 // The state that an earlier launch left, or the empty one where there is none.
 template <int kDim>
-__device__ __forceinline__ void load_rows(RowPair& row, float (&O)[kDim / 2], const float* state, RowPlace place, int lane, bool empty) {
-  const int g = lane / 4, t = lane % 4;
+__device__ __forceinline__ void load_rows(RowPair& row, float (&O)[kDim / 2], float* state, RowPlace place, int lane, bool empty) {
 #pragma unroll
   for (int i = 0; i < kDim / 2; i++) O[i] = 0.0f;
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     row.m[r] = -infinity();
     row.l[r] = 0.0f;
-    const int token = place.token + g + 8 * r;
-    if (empty || token >= place.num_tokens) continue;
-    const float* saved = state + place.row(token) * (kDim + kStateExtra);
-    row.m[r] = saved[kDim];
-    row.l[r] = saved[kDim + 1 + t];
+    if (empty || place.token + lane / 4 + 8 * r >= place.num_tokens) continue;
+    const SavedRows<kDim> saved(state, place, place.token + 8 * r, lane);
+    row.m[r] = saved.rest[0];
+    row.l[r] = saved.rest[1 + lane % 4];
 #pragma unroll
     for (int n = 0; n < kDim / 8; n++) {
-      const float2 x = *reinterpret_cast<const float2*>(saved + 8 * n + 2 * t);
+      const float2 x = *reinterpret_cast<const float2*>(saved.sums + n * 64);
       O[4 * n + 2 * r] = x.x;
       O[4 * n + 2 * r + 1] = x.y;
     }
   }
 }
 
-// The normalised result to out if `last`, else the state for the next launch. The whole warp must call.
+// The state for the next launch.
 template <int kDim>
-__device__ __forceinline__ void store_rows(const RowPair& row, const float (&O)[kDim / 2], float* state, float* out, RowPlace place, int lane,
-                                           bool last) {
-  const int g = lane / 4, t = lane % 4;
+__device__ __forceinline__ void save_rows(const RowPair& row, const float (&O)[kDim / 2], float* state, RowPlace place, int lane) {
 #pragma unroll
   for (int r = 0; r < 2; r++) {
-    const int token = place.token + g + 8 * r;
-    const float norm = last ? softmax_norm(lanes_sum<4>(row.l[r])) : 1.0f;
-    if (token >= place.num_tokens) continue;
-    float* const target = last ? out + place.row(token) * kDim : state + place.row(token) * (kDim + kStateExtra);
+    if (place.token + lane / 4 + 8 * r >= place.num_tokens) continue;
+    const SavedRows<kDim> saved(state, place, place.token + 8 * r, lane);
+    if (lane % 4 == 0) saved.rest[0] = row.m[r];
+    saved.rest[1 + lane % 4] = row.l[r];
 #pragma unroll
-    for (int n = 0; n < kDim / 8; n++) {
-      const float x = O[4 * n + 2 * r], y = O[4 * n + 2 * r + 1];
-      *reinterpret_cast<float2*>(target + 8 * n + 2 * t) = last ? make_float2(x * norm, y * norm) : make_float2(x, y);
-    }
-    if (last) continue;
-    if (t == 0) target[kDim] = row.m[r];
-    target[kDim + 1 + t] = row.l[r];
+    for (int n = 0; n < kDim / 8; n++)
+      *reinterpret_cast<float2*>(saved.sums + n * 64) = make_float2(O[4 * n + 2 * r], O[4 * n + 2 * r + 1]);
+  }
+}
+
+// The normalised result. The whole warp must call.
+template <int kDim>
+__device__ __forceinline__ void write_rows(const RowPair& row, const float (&O)[kDim / 2], float* out, RowPlace place, int lane) {
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const int token = place.token + lane / 4 + 8 * r;
+    const float norm = softmax_norm(lanes_sum<4>(row.l[r]));
+    if (token >= place.num_tokens) continue;
+    float* const target = out + place.row(token) * kDim + lane % 4 * 2;
+#pragma unroll
+    for (int n = 0; n < kDim / 8; n++)
+      *reinterpret_cast<float2*>(target + 8 * n) = make_float2(O[4 * n + 2 * r] * norm, O[4 * n + 2 * r + 1] * norm);
   }
 }

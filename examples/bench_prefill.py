@@ -1,13 +1,14 @@
 """Times prefill attention at sustained clocks: TFLOP/s over the visible pairs, and the ratio to a large product of half matrices.
 
 usage: python examples/bench_prefill.py [--portable] [head_dim ...]
-The ceiling comes first (a product of 8,192 x 8,192 matrices); then, for every head size, causal 32k x 32k in one launch and in five, and
-4,096 queries against 128k cells in one launch and in five; 32 heads of queries, 8 of keys and values. --portable takes the kernels for
-any card instead of those for this one. Needs a GPU with 8 GiB free.
+The ceiling comes first (a product of 8,192 x 8,192 matrices); then, for every head size, causal 32k x 32k in one launch and in five, the same
+in ubatches of 4,096 queries whose cells come in one launch and in runs of 64 pages, as an engine with little VRAM walks them, and 4,096 queries
+against 128k cells in one launch and in five; 32 heads of queries, 8 of keys and values. --portable takes the kernels for any card instead of
+those for this one. Needs a GPU with 8 GiB free.
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,12 +21,39 @@ from rollkv.config import LayerConfig, PageFormat, RopeConfig
 from rollkv.cuda.backend import CudaBackend
 from rollkv.cuda.device import DeviceArray
 from rollkv.cuda.gemm import Gemm
-from rollkv.cuda.kernels.attn_prefill import STATE_EXTRA, attend_tile_flops
+from rollkv.cuda.kernels.attn_prefill import attend_tile_flops
+from rollkv.workspace import state_shape
 
 SECONDS = 0.7  # of load before a measurement, and of the measurement: a cool card is 15 % faster for the first second
 HEADS, KV_HEADS = 32, 8
-CASES = ((32768, 32768, 1), (32768, 32768, 5), (4096, 131072, 1), (4096, 131072, 5))  # queries, cells, launches
-HEADINGS = ["head_dim", "queries", "cells", "launches", "ms", "TFLOP/s", "% of product"]
+PAGE_CELLS = 256
+HEADINGS = ["head_dim", "queries", "cells", "ubatch", "launches", "ms", "TFLOP/s", "% of product"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """The last `queries` of `cells`, in ubatches; a launch walks `run_pages` pages at most."""
+
+    queries: int
+    cells: int
+    ubatch: int
+    run_pages: int
+
+    def walks(self) -> Iterator[tuple[int, list[tuple[int, int]]]]:
+        """The position of each ubatch, and the pages that each of its launches walks."""
+        for position in range(self.cells - self.queries, self.cells, self.ubatch):
+            pages = (position + self.ubatch) // PAGE_CELLS
+            yield position, [(begin, min(begin + self.run_pages, pages)) for begin in range(0, pages, self.run_pages)]
+
+
+CASES = (
+    Case(32768, 32768, 32768, 128),
+    Case(32768, 32768, 32768, 26),
+    Case(32768, 32768, 4096, 128),
+    Case(32768, 32768, 4096, 64),
+    Case(4096, 131072, 4096, 512),
+    Case(4096, 131072, 4096, 103),
+)
 
 
 def sustained_ms(backend: CudaBackend, work: Callable[[], None]) -> float:
@@ -77,35 +105,38 @@ class Problem:
     state: DeviceArray
     scratch: DeviceArray
 
-    def attend(self, queries: int, position: DeviceArray, cells: int, launches: int) -> None:
-        pages = cells // self.page.page_cells
-        edges = [pages * i // launches for i in range(launches + 1)]
-        q, out, state = (array.rows(queries) for array in (self.q, self.out, self.state))
-        for i, (begin, end) in enumerate(zip(edges, edges[1:], strict=False)):
+    def attend(self, ubatch: int, position: DeviceArray, runs: list[tuple[int, int]]) -> None:
+        q, out, state = self.q.rows(ubatch), self.out.rows(ubatch), self.state.view(state_shape(ubatch, self.layer))
+        for begin, end in runs:
             run, scale = PageRun(self.pool, self.pool.shape[0], begin, begin, end - begin), self.layer.key_dim**-0.5
-            ends: dict[str, Any] = {"first": i == 0, "last": i + 1 == launches}
+            ends: dict[str, Any] = {"first": begin == 0, "last": end == runs[-1][1]}
             self.backend.attend_tile(q, position, run, self.layer, self.page, scale, state, self.scratch, **ends, out=out)
 
 
 def make_problem(backend: CudaBackend, dim: int) -> Problem:
     layer = LayerConfig(HEADS, KV_HEADS, dim, dim, RopeConfig(dim, "halves"))
-    page = PageFormat(KV_HEADS, dim, dim, "f16", "f16", 256)
-    queries, cells = max(case[0] for case in CASES), max(case[1] for case in CASES)
-    q, out = (backend.empty(name, (queries, HEADS * dim), "f32") for name in ("q", "out"))
-    state = backend.empty("state", (queries, HEADS * (dim + STATE_EXTRA)), "f32")
+    page = PageFormat(KV_HEADS, dim, dim, "f16", "f16", PAGE_CELLS)
+    ubatch, cells = max(case.ubatch for case in CASES), max(case.cells for case in CASES)
+    q, out = (backend.empty(name, (ubatch, HEADS * dim), "f32") for name in ("q", "out"))
+    state = backend.empty("state", state_shape(ubatch, layer), "f32")
     pool = backend.empty("pages", (cells // page.page_cells, page.page_bytes), "u8")
     scratch = backend.empty("unpacked", (page.unpacked.page_bytes,), "u8")
     return Problem(backend, layer, page, fill(backend, pool, np.float16), fill(backend, q, np.float32), out, state, scratch)
 
 
-def measure(problem: Problem, queries: int, cells: int, launches: int, ceiling: float) -> list[Any]:
+def measure(problem: Problem, case: Case, ceiling: float) -> list[Any]:
     """One row of the table."""
     backend, layer = problem.backend, problem.layer
-    position = backend.upload("position", np.array([cells - queries], np.int32))
-    milliseconds = sustained_ms(backend, partial(problem.attend, queries, position, cells, launches))
-    visible_pairs = queries * (cells - queries) + queries * (queries + 1) // 2
+    walks = [(backend.upload("position", np.array([position], np.int32)), runs) for position, runs in case.walks()]
+
+    def work() -> None:
+        for position, runs in walks:
+            problem.attend(case.ubatch, position, runs)
+
+    milliseconds, launches = sustained_ms(backend, work), sum(len(runs) for _, runs in walks)
+    visible_pairs = case.queries * (case.cells - case.queries) + case.queries * (case.queries + 1) // 2
     rate = attend_tile_flops(visible_pairs, layer) / milliseconds / 1e9
-    return [layer.key_dim, queries, cells, launches, milliseconds, rate, 100 * rate / ceiling]
+    return [layer.key_dim, case.queries, case.cells, case.ubatch, launches, milliseconds, rate, 100 * rate / ceiling]
 
 
 def main(dims: list[int], portable: bool) -> None:
@@ -116,7 +147,7 @@ def main(dims: list[int], portable: bool) -> None:
     for dim in dims:
         with CudaBackend(0, portable=portable) as backend:  # anew, for its memory
             problem = make_problem(backend, dim)
-            rows += [measure(problem, *case, ceiling) for case in CASES]
+            rows += [measure(problem, case, ceiling) for case in CASES]
     print(tabulate(rows, HEADINGS, floatfmt=".1f"))
 
 

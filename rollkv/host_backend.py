@@ -335,7 +335,7 @@ class HostBackend:
         out: HostArray,
     ) -> None:
         scratch.values[...] = 0xFF  # what another backend leaves there is no pages
-        saved = state.values.reshape(q.shape[0], layer.num_heads, -1)
+        saved = state.values[: q.shape[0]].reshape(q.shape[0], layer.num_heads, -1)
         walk_out, walk_sum, walk_max = saved[..., : layer.value_dim], saved[..., layer.value_dim], saved[..., layer.value_dim + 1]
         if first:
             walk_out[...], walk_sum[...], walk_max[...] = 0, 0, -np.inf

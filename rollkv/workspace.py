@@ -15,7 +15,6 @@ MAX_FEW_ROWS = 16  # rows up to which products are batch-invariant (decode, outp
 SLAB_BYTES = 64 << 20
 UNPACKED_BYTES = 64 << 20  # at most, of f16 pages that coded ones are unpacked into at a time
 GEMM_WORKSPACE_BYTES = 32 << 20  # what cuBLAS asks for on Hopper; less would rule out some of its kernels
-STATE_EXTRA = 8  # floats of running attention state a head beside its outputs
 CHOICE_BLOCK = 1024  # tokens that a block of the choice looks at
 CHOICE_SEARCH_BYTES = 123_024  # five histograms of 2048 bins of a sum and a count, and what is known before each and in the end
 
@@ -43,6 +42,11 @@ def qkv_columns(layer: LayerConfig) -> int:
     return layer.num_heads * layer.key_dim + layer.num_kv_heads * (layer.key_dim + layer.value_dim)
 
 
+def state_shape(num_tokens: int, layer: LayerConfig) -> tuple[int, int]:
+    """Of the running attention state of a step of so many tokens: f32, 8 floats beside the outputs of a head, rows in whole groups of 8."""
+    return round_up(num_tokens, 8), layer.num_heads * (layer.value_dim + 8)
+
+
 def workspace_arrays(config: ModelConfig, cache: CacheConfig) -> dict[str, ArraySpec]:
     """Every working array of a forward pass of up to min(ubatch, ctx_size) rows."""
     rows = min(cache.ubatch, cache.ctx_size)
@@ -64,8 +68,7 @@ def workspace_arrays(config: ModelConfig, cache: CacheConfig) -> dict[str, Array
     for index, rope in enumerate(ropes_of(config)):
         arrays[f"rope.{index}"] = ArraySpec((rotations(rope), rows, rope.dim // 2, 2), "f32")
     if rows > 1:
-        state = max(layer.num_heads * (layer.value_dim + STATE_EXTRA) for layer in layers)
-        arrays["attention.state"] = ArraySpec((rows, state), "f32")
+        arrays["attention.state"] = ArraySpec(max(state_shape(rows, layer) for layer in layers), "f32")
         if cache.lossy and not lent_to_unpack(config, cache):
             arrays["attention.unpacked"] = ArraySpec((_unpacked_page_bytes(config, cache),), "u8")
     queries = max(query_bands(layer.rope) * layer.num_heads * layer.key_dim for layer in layers)

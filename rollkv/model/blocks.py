@@ -3,7 +3,7 @@
 from rollkv.backend import Array, PartStates, Projected
 from rollkv.model.step import Model, Step
 from rollkv.rope import query_bands
-from rollkv.workspace import STATE_EXTRA, qkv_columns
+from rollkv.workspace import qkv_columns, state_shape
 
 
 def attention(model: Model, step: Step, index: int, x: Array, out: Array, *, add: bool) -> None:
@@ -40,7 +40,7 @@ def _attend_many(model: Model, step: Step, index: int, projected: Projected) -> 
     tokens = step.num_tokens
     q = workspace["q"].view((tokens, layer.num_heads * layer.key_dim))
     out = workspace["qkv"].view((tokens, layer.num_heads * layer.value_dim))
-    state = workspace["attention.state"].view((tokens, layer.num_heads * (layer.value_dim + STATE_EXTRA)))
+    state = workspace["attention.state"].view(state_shape(tokens, layer))
     turned = model.cache.append(index, projected, step.position_array, step.position, q)
     first = True
     scale, scratch = model.config.attention_scale, workspace["attention.unpacked"]

@@ -18,6 +18,7 @@ from rollkv.cuda.device import DeviceArray
 from rollkv.cuda.kernels import attn_decode, attn_merge, attn_prefill
 from rollkv.cuda.nvrtc import ARCHS, KernelError, arch_name
 from rollkv.rope import query_bands
+from rollkv.workspace import state_shape
 
 gpu = pytest.mark.gpu
 SCORE_ERROR = 3e-5  # where scores reach some hundred: float32 holds them to 3e-5, and a weight is the exponential of one
@@ -383,7 +384,7 @@ def run_prefill(
 ) -> np.ndarray:
     """out [T, H*Dv] of queries at position on, over the cache's pages that hold cells up to the last query's."""
     num_tokens = q.shape[0]
-    state = poisoned(cuda, "state", (num_tokens, layer.num_heads * (layer.value_dim + attn_prefill.STATE_EXTRA)))
+    state = poisoned(cuda, "state", state_shape(num_tokens, layer))
     out = poisoned(cuda, "out", (num_tokens, layer.num_heads * layer.value_dim))
     at, queries = cuda.upload("position", np.array([position], np.int32)), cuda.upload("q", q)
     scratch = cuda.empty("unpacked", (cache.page.unpacked.page_bytes,), "u8")
@@ -538,7 +539,7 @@ def test_wrong_shapes_are_refused() -> None:
     projected = Projected(DeviceArray(4096, (1, 640), "f32"), layer, None, None, DeviceArray(4096, (1, 1, 32, 2), "f32"))
     outs, lses, arrivals = DeviceArray(4096, (4, 6, 64), "f32"), DeviceArray(4096, (4, 6), "f32"), DeviceArray(4096, (6,), "i32")
     parts = PartStates(0, 4, outs, lses, arrivals, q)
-    state = DeviceArray(4096, (1, 6 * 72), "f32")
+    state = DeviceArray(4096, state_shape(1, layer), "f32")
     launcher: Any = NoLauncher()
     for wrong, message in (
         ({"parts": replace(parts, first_page=1)}, "are not among 4 parts"),

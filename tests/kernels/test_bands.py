@@ -15,6 +15,7 @@ from rollkv.backend import PageFormat, PageRun, Projected
 from rollkv.config import DualChunk, RopeConfig
 from rollkv.cuda.kernels import attn_decode, attn_prefill
 from rollkv.rope import NUM_BANDS, bands
+from rollkv.workspace import state_shape
 from test_attention import FLOAT_ERROR, StepMemory, poisoned
 
 pytestmark = pytest.mark.gpu
@@ -127,7 +128,7 @@ def test_prefill_turns_its_queries_where_a_band_ends(cuda: Any, case: tuple[Any,
     table = reference.rope_table(rope, first, num_tokens, 2 * cells).astype(np.float32)
     projected = Projected(cuda.upload("qkv", qkv), layer, None, None, cuda.upload("table", table))
     at, pools = cuda.upload("position", np.array([first], np.int32)), [cuda.upload("pool", pool) for pool in cache.pools]
-    state = poisoned(cuda, "state", (num_tokens, layer.num_heads * (value_dim + attn_prefill.STATE_EXTRA)))
+    state = poisoned(cuda, "state", state_shape(num_tokens, layer))
     scratch = cuda.empty("unpacked", (page.unpacked.page_bytes,), "u8")
     seen = bands(rope, page_cells, (cells - 1) // page_cells)
 

@@ -13,6 +13,7 @@ from rollkv.config import PageFormat
 from rollkv.cuda.kernels import attn_prefill
 from rollkv.cuda.nvrtc import KernelError
 from rollkv.kv_page import read_cells, write_cells
+from rollkv.workspace import state_shape
 
 gpu = pytest.mark.gpu
 
@@ -51,9 +52,7 @@ def test_pages_are_attended_as_f16_pages(cuda: Any, case: tuple[Any, ...]) -> No
     at, queries = cuda.upload("position", np.array([position], np.int32)), cuda.upload("q", q)
 
     def run(pool: np.ndarray, form: PageFormat, scratch_pages: int, cut: int) -> np.ndarray:
-        state = cuda.upload(
-            "state", np.full((num_tokens, layer.num_heads * (page.value_dim + attn_prefill.STATE_EXTRA)), np.nan, np.float32)
-        )
+        state = cuda.upload("state", np.full(state_shape(num_tokens, layer), np.nan, np.float32))
         out = cuda.upload("out", np.full((num_tokens, layer.num_heads * page.value_dim), np.nan, np.float32))
         scratch = cuda.upload("scratch", np.full(scratch_pages * page.unpacked.page_bytes + 48, 0xFF, np.uint8))
         whole = PageRun(cuda.upload("pool", pool), slots, first_slot, 0, num_pages)

@@ -3,6 +3,7 @@ csrc/attn_prefill_mma.cu (any card) and csrc/attn_prefill_wgmma.cu (sm_90a)."""
 
 from dataclasses import replace
 from functools import cache
+from math import prod
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -12,8 +13,8 @@ from rollkv.config import KvType, LayerConfig
 from rollkv.cuda.device import DeviceArray, Launcher, TensorMap, check_array
 from rollkv.cuda.kernels.kv_format import check_run, plain_arguments
 from rollkv.cuda.nvrtc import ARCHS, KernelError, KernelSpec, capability_of
+from rollkv.workspace import state_shape
 
-STATE_EXTRA = 8  # floats of state a head beside its Dv sums
 _CELLS = 32  # of a block of work of the float32 kernel
 _FIRST, _LAST = 1, 2
 
@@ -165,7 +166,7 @@ def attend_tile_bytes(num_tokens: int, num_cells: int, layer: LayerConfig, page:
     """Bytes of device memory that must move at least: queries, num_cells cells once, state in and out, output."""
     rows = num_tokens * layer.num_heads
     states = (not first) + (not last)
-    floats = rows * (layer.key_dim + states * (layer.value_dim + STATE_EXTRA) + last * layer.value_dim)
+    floats = rows * (layer.key_dim + last * layer.value_dim) + states * prod(state_shape(num_tokens, layer))
     return floats * 4 + num_cells * (page.page_bytes // page.page_cells)
 
 
@@ -185,13 +186,13 @@ def attend_tile(
 ) -> None:
     """Walks the pages of `run` for T query rows; out = softmax(scale q K) V over the cells up to position[0] + t once `last` has been seen.
 
-    q: f32 [T, H*Dk]; position: i32 [1]; state: f32 [T, H*(Dv + 8)], opaque, the same from `first` to `last`; out: f32 [T, H*Dv], written by
+    q: f32 [T, H*Dk]; position: i32 [1]; state: f32 state_shape(T, layer), opaque, the same from `first` to `last`; out: f32 [T, H*Dv], written by
     the last call alone. Moves attend_tile_bytes. Raises KernelError on other shapes.
     """
     num_tokens = q.shape[0]
     check_array("attend_tile", "q", q, (num_tokens, layer.num_heads * layer.key_dim), "f32")
     check_array("attend_tile", "position", position, (1,), "i32")
-    check_array("attend_tile", "state", state, (num_tokens, layer.num_heads * (layer.value_dim + STATE_EXTRA)), "f32")
+    check_array("attend_tile", "state", state, state_shape(num_tokens, layer), "f32")
     check_array("attend_tile", "out", out, (num_tokens, layer.num_heads * layer.value_dim), "f32")
     pool = check_run("attend_tile", run, page)
     chosen, dim, cells = variant(page, launcher.arch), page.key_dim, page.page_cells

@@ -103,16 +103,18 @@ __device__ __forceinline__ uint4 load_query_chunk(const float* q, RowPlace place
   return make_uint4(pack_half2(low.x, low.y), pack_half2(low.z, low.w), pack_half2(high.x, high.y), pack_half2(high.z, high.w));
 }
 
-// A group of 8 rows in the state, and in it this lane's two of every eight columns and its row's m and l.
+// A group of 8 rows in the state, and in it this lane's share.
 template <int kDim>
 struct SavedRows {
-  float *sums, *rest;
+  static constexpr int kRows = 8, kStride = kRows * 8;  // from eight columns to the next
+  float* sums;                                          // two of every eight columns
+  float* rest;                                          // m and l of its row
 
   __device__ __forceinline__ SavedRows(float* state, RowPlace place, int first_token, int lane) {
-    const int row = place.head * ((place.num_tokens + 7) & ~7) + first_token;
+    const int row = place.head * ((place.num_tokens + kRows - 1) & ~(kRows - 1)) + first_token;
     float* const group = state + i64(row) * (kDim + kStateExtra);
     sums = group + lane * 2;
-    rest = group + 8 * kDim + lane / 4 * kStateExtra;
+    rest = group + kRows * kDim + lane / 4 * kStateExtra;
   }
 };
 
@@ -131,7 +133,7 @@ __device__ __forceinline__ void load_rows(RowPair& row, float (&O)[kDim / 2], fl
     row.l[r] = saved.rest[1 + lane % 4];
 #pragma unroll
     for (int n = 0; n < kDim / 8; n++) {
-      const float2 x = *reinterpret_cast<const float2*>(saved.sums + n * 64);
+      const float2 x = *reinterpret_cast<const float2*>(saved.sums + n * saved.kStride);
       O[4 * n + 2 * r] = x.x;
       O[4 * n + 2 * r + 1] = x.y;
     }
@@ -149,7 +151,7 @@ __device__ __forceinline__ void save_rows(const RowPair& row, const float (&O)[k
     saved.rest[1 + lane % 4] = row.l[r];
 #pragma unroll
     for (int n = 0; n < kDim / 8; n++)
-      *reinterpret_cast<float2*>(saved.sums + n * 64) = make_float2(O[4 * n + 2 * r], O[4 * n + 2 * r + 1]);
+      *reinterpret_cast<float2*>(saved.sums + n * saved.kStride) = make_float2(O[4 * n + 2 * r], O[4 * n + 2 * r + 1]);
   }
 }
 

@@ -3,8 +3,8 @@
 //
 // Formula   out[t][h] = softmax(scale q[t][h] . K) V over the cells visible from position[0] + t; KV head h / G.
 // Operands  q f32 [T][H*Dk]; pool bytes [slot][K then V][Hkv][P][D]; out f32 [T][H*Dv];
-//           state f32 [T][H][Dv + 8]: O (not normalised), m, l, six unused. Launches walk runs of pages from old to new; kFirst begins
-//           from the empty state, kLast writes out instead of the state. Cells that no row of a tile sees may hold NaN: never loaded.
+//           state f32 [T][H][Dv + 8]: O (not normalised), m, l, six unused. Launches walk runs of pages from old to new: a tile's first visible
+//           cell begins its state, its last makes it out's. Cells that no row of a tile sees may hold NaN: never loaded.
 // Bits      A row's cells come in blocks of min(32, P) cells aligned to absolute positions, and a block without a cell visible to the row
 //           leaves its m, l and O as they are. So neither the division of pages into launches nor that of queries into calls matters.
 // Mapping   block = one head and a tile of 64 query rows (32 where a head has more than 128 elements), 256 threads as 16 x 16. Thread
@@ -17,7 +17,6 @@
 
 constexpr int kThreads = 256;
 constexpr int kCells = 32;  // of a block of work
-constexpr int kFirst = 1, kLast = 2;
 constexpr int kStateExtra = 8;
 
 template <int kCount>
@@ -71,7 +70,7 @@ __global__ void __launch_bounds__(kThreads, (blocks<KeyType, ValueType, kKeyDim,
     float* __restrict__ state,         // [T][H][Dv + 8]
     float* __restrict__ out,           // [T][H*Dv]
     int num_tokens, int num_heads, int num_kv_heads, int num_slots, int first_slot, int first_page, int num_pages, int page_cells,
-    int sliding_window, int flags, float scale) {
+    int sliding_window, float scale) {
   static_assert(kKeyDim % 16 == 0 && kValueDim % 16 == 0 && kKeyDim <= 256 && kValueDim <= 256, "unsupported shape");
   constexpr int kWide = kKeyDim > kValueDim ? kKeyDim : kValueDim;
   constexpr int kRows = kWide <= 128 ? 64 : 32, kOwn = kRows / 16;            // query rows of the tile; of a thread
@@ -92,8 +91,10 @@ __global__ void __launch_bounds__(kThreads, (blocks<KeyType, ValueType, kKeyDim,
   const int position0 = position[0], run_cell = first_page * page_cells, cells = min(kCells, page_cells);
   const int seen_begin = max(first_cell(position0 + q0, sliding_window) - run_cell, 0);
   const int seen_end = min(position0 + min(q0 + kRows, num_tokens) - run_cell, num_pages * page_cells);
-  const int j0 = seen_begin / cells, j1 = seen_end > seen_begin ? (seen_end + cells - 1) / cells : j0;
-  if (j0 == j1 && flags == 0) return;  // nothing here for this tile: its state stands
+  if (seen_begin >= seen_end) return;  // nothing here for this tile: it has yet to begin, or has ended
+  const int j0 = seen_begin / cells, j1 = (seen_end + cells - 1) / cells;
+  // With its first cell a tile begins, with its last it ends: no state before, none behind.
+  const bool begins = first_cell(position0 + q0, sliding_window) >= run_cell;
 
   float m[kOwn], l[kOwn], O[kOwn][kColumns];
 #pragma unroll
@@ -103,7 +104,7 @@ __global__ void __launch_bounds__(kThreads, (blocks<KeyType, ValueType, kKeyDim,
 #pragma unroll
     for (int n = 0; n < kColumns; n++) O[i][n] = 0.0f;
     const int t = q0 + ty + 16 * i;
-    if (!(flags & kFirst) && t < num_tokens) {
+    if (!begins && t < num_tokens) {
       const float* saved = state + (i64(t) * num_heads + head) * (kValueDim + kStateExtra);
       m[i] = saved[kValueDim];
       l[i] = saved[kValueDim + 1];
@@ -115,13 +116,11 @@ __global__ void __launch_bounds__(kThreads, (blocks<KeyType, ValueType, kKeyDim,
       }
     }
   }
-  if (j0 < j1) {
-    for (int e = threadIdx.x; e < kRows * (kKeyDim / 4); e += kThreads) {
-      const int row = e / (kKeyDim / 4), d = e % (kKeyDim / 4) * 4, t = q0 + row;
-      const float4 zero = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-      *reinterpret_cast<float4*>(queries + row * kQueryStride + d) =
-          t < num_tokens ? *reinterpret_cast<const float4*>(q + (i64(t) * num_heads + head) * kKeyDim + d) : zero;
-    }
+  for (int e = threadIdx.x; e < kRows * (kKeyDim / 4); e += kThreads) {
+    const int row = e / (kKeyDim / 4), d = e % (kKeyDim / 4) * 4, t = q0 + row;
+    const float4 zero = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    *reinterpret_cast<float4*>(queries + row * kQueryStride + d) =
+        t < num_tokens ? *reinterpret_cast<const float4*>(q + (i64(t) * num_heads + head) * kKeyDim + d) : zero;
   }
 
   const KvPages<KeyType, ValueType, kKeyDim, kValueDim> pages{pool, num_slots, first_slot, num_kv_heads, page_cells};
@@ -137,18 +136,18 @@ __global__ void __launch_bounds__(kThreads, (blocks<KeyType, ValueType, kKeyDim,
     const ValueType* rows = pages.values(cell / page_cells, kv_head) + i64(cell % page_cells) * kValueDim;
     next_values.load(rows, seen_begin - cell, min(seen_end - cell, cells));
   };
-  // Cells of the run that this thread's row i sees: [row_begin, row_end).
+  // Cells that this thread's row i sees, counted like those of the run: [row_begin, row_end).
   int row_begin[kOwn], row_end[kOwn];
 #pragma unroll
   for (int i = 0; i < kOwn; i++) {
     const int at = position0 + q0 + ty + 16 * i;
     row_begin[i] = first_cell(at, sliding_window) - run_cell;
-    row_end[i] = min(at + 1 - run_cell, seen_end);
+    row_end[i] = at + 1 - run_cell;
   }
   // Blocks within [all_begin, all_end) are visible to every row of the tile.
   const int all_begin = first_cell(position0 + q0 + kRows - 1, sliding_window) - run_cell, all_end = position0 + q0 + 1 - run_cell;
 
-  if (j0 < j1) load_keys(j0);
+  load_keys(j0);
   for (int j = j0; j < j1; j++) {
     __syncthreads();  // the last block's V has been read
     next_keys.store(tile);
@@ -227,22 +226,25 @@ __global__ void __launch_bounds__(kThreads, (blocks<KeyType, ValueType, kKeyDim,
     }
   }
 
+  bool goes_on = false;  // what it takes is there; kept from the beginning on, it would spill
+#pragma unroll
+  for (int i = 0; i < kOwn; i++) goes_on |= q0 + ty + 16 * i < num_tokens && row_end[i] > num_pages * page_cells;
+  const bool ends = !__syncthreads_or(goes_on);
 #pragma unroll
   for (int i = 0; i < kOwn; i++) {
     const int t = q0 + ty + 16 * i;
     if (t >= num_tokens) continue;
     const i64 row = i64(t) * num_heads + head;
-    const bool last = flags & kLast;
-    const float norm = last ? softmax_norm(l[i]) : 1.0f;
-    float* const target = last ? out + row * kValueDim : state + row * (kValueDim + kStateExtra);
+    const float norm = ends ? softmax_norm(l[i]) : 1.0f;
+    float* const target = ends ? out + row * kValueDim : state + row * (kValueDim + kStateExtra);
 #pragma unroll
     for (int n = 0; n < kColumns; n += kVec) {
       Floats<kVec> x;
 #pragma unroll
-      for (int e = 0; e < kVec; e++) x.x[e] = last ? O[i][n + e] * norm : O[i][n + e];
+      for (int e = 0; e < kVec; e++) x.x[e] = ends ? O[i][n + e] * norm : O[i][n + e];
       *reinterpret_cast<Floats<kVec>*>(target + n * 16 + tx * kVec) = x;
     }
-    if (!last && tx == 0) {
+    if (!ends && tx == 0) {
       target[kValueDim] = m[i];
       target[kValueDim + 1] = l[i];
     }

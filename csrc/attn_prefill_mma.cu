@@ -21,7 +21,7 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks) attn_prefill_mma(
     float* __restrict__ state,         // [H][groups of T][8][D + 8]: prefill_rows.cuh
     float* __restrict__ out,           // [T][H*D]
     int num_tokens, int num_heads, int num_kv_heads, int num_slots, int first_slot, int first_page, int num_pages, int page_cells,
-    int sliding_window, int flags, float scale) {
+    int sliding_window, float scale) {
   using Tile = SwizzledTile<kDim>;
   using QueryTile = SwizzledTile<kSharedColumns>;
   constexpr int kOwnColumns = kDim - kSharedColumns;  // of Q, in registers
@@ -40,8 +40,10 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks) attn_prefill_mma(
   const int position0 = position[0], run_cell = first_page * page_cells;
   const int seen_begin = max(first_cell(position0 + q0, sliding_window) - run_cell, 0);
   const int seen_end = min(position0 + min(q0 + kRows, num_tokens) - run_cell, num_pages * page_cells);
-  const int j0 = seen_begin / kCells, j1 = seen_end > seen_begin ? (seen_end + kCells - 1) / kCells : j0;
-  if (j0 == j1 && flags == 0) return;  // nothing here for this tile: its state stands
+  if (seen_begin >= seen_end) return;  // nothing here for this tile: it has yet to begin, or has ended
+  const int j0 = seen_begin / kCells, j1 = (seen_end + kCells - 1) / kCells;
+  // With its first cell a tile begins, with its last it ends: no state before, none behind.
+  const bool begins = first_cell(position0 + q0, sliding_window) >= run_cell;
 
   const KvPages<Half, Half, kDim, kDim> pages{pool, num_slots, first_slot, num_kv_heads, page_cells};
   auto copy_rows = [&](u32 tile, const Half* rows, int cell) {
@@ -60,17 +62,15 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks) attn_prefill_mma(
     const int cell = j * kCells;
     copy_rows(value_tiles + j % kStages * kTileBytes, pages.values(cell / page_cells, kv_head) + cell % page_cells * kDim, cell);
   };
-  if (j0 < j1) {
-    bring_keys(j0);
-    if (kStages == 1) commit_copies();
-    bring_values(j0);
-    commit_copies();
-    if constexpr (kSharedColumns > 0) {
-      for (int e = threadIdx.x; e < kRows * (kSharedColumns / 8); e += kThreads) {
-        const int row = e / (kSharedColumns / 8), chunk = e % (kSharedColumns / 8);
-        const uint4 halves = load_query_chunk<kDim>(q, {q0, num_tokens, num_heads, head}, row, kOwnColumns / 8 + chunk);
-        store_shared(queries + QueryTile::at(row, chunk), halves);
-      }
+  bring_keys(j0);
+  if (kStages == 1) commit_copies();
+  bring_values(j0);
+  commit_copies();
+  if constexpr (kSharedColumns > 0) {
+    for (int e = threadIdx.x; e < kRows * (kSharedColumns / 8); e += kThreads) {
+      const int row = e / (kSharedColumns / 8), chunk = e % (kSharedColumns / 8);
+      const uint4 halves = load_query_chunk<kDim>(q, {q0, num_tokens, num_heads, head}, row, kOwnColumns / 8 + chunk);
+      store_shared(queries + QueryTile::at(row, chunk), halves);
     }
   }
 
@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks) attn_prefill_mma(
 #pragma unroll
   for (int m = 0; m < kTiles; m++) {
     const RowPlace place{warp_row + m * 16, num_tokens, num_heads, head};
-    load_rows<kDim>(rows[m], O[m], state, place, lane, flags & kFirst);
+    load_rows<kDim>(rows[m], O[m], state, place, lane, begins);
     if constexpr (kOwnColumns > 0) load_queries<kDim, kOwnColumns>(Q[m], q, place, lane);
   }
 
@@ -178,11 +178,13 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks) attn_prefill_mma(
     }
   }
 
-  const int end_row = forgotten(q0) + warp * kTiles * 16;  // addresses of the load, kept until here, spill registers at 128 columns
+  // What is known from the tile's beginning, kept until here, spills registers at 128 columns.
+  const int end_q0 = forgotten(q0), end_row = end_q0 + warp * kTiles * 16;
+  const bool ends = forgotten(position)[0] + min(end_q0 + kRows, num_tokens) <= (first_page + num_pages) * page_cells;
 #pragma unroll
   for (int m = 0; m < kTiles; m++) {
     const RowPlace place{end_row + m * 16, num_tokens, num_heads, head};
-    if (flags & kLast) {
+    if (ends) {
       write_rows<kDim>(rows[m], O[m], out, place, lane);
     } else {
       save_rows<kDim>(rows[m], O[m], state, place, lane);

@@ -156,6 +156,10 @@ __device__ __forceinline__ int forgotten(int value) {
   asm volatile("" : "+r"(value));
   return value;
 }
+__device__ __forceinline__ const int* forgotten(const int* value) {
+  asm volatile("" : "+l"(value));
+  return value;
+}
 
 // ---- reductions in a fixed order: the result depends on the values and the block size alone, and every thread receives it ---------
 

@@ -11,7 +11,6 @@
 #include "mma.cuh"
 #include "online_softmax.cuh"
 
-constexpr int kFirst = 1, kLast = 2;
 constexpr int kStateExtra = 8;
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kRaise = 8.0f;  // binary orders of magnitude
@@ -75,7 +74,7 @@ __device__ __forceinline__ void pack_weights(u32 (&P)[kCells / 4], const float (
   for (int i = 0; i < kCells / 4; i++) P[i] = pack_half2(S[2 * i], S[2 * i + 1]);
 }
 
-// Rows from `token` on of one head, in arrays [T][H][...].
+// Rows from `token` on of one head; row: in arrays [T][H][...], as q and out are.
 struct RowPlace {
   int token, num_tokens, num_heads, head;
 

@@ -2,8 +2,7 @@
 
 usage: python examples/bench_prefill.py [--portable] [head_dim ...]
 The ceiling comes first (a product of 8,192 x 8,192 matrices); then, for every head size, causal 32k x 32k in one launch and in five, the same
-in ubatches of 4,096 queries whose cells come in one launch and in runs of 64 pages, as an engine with little VRAM walks them, and 4,096 queries
-against 128k cells in one launch and in five; 32 heads of queries, 8 of keys and values. --portable takes the kernels for any card instead of
+in ubatches of 4,096 queries whose cells come in one launch and in runs of 64 pages, and 4,096 queries against 128k cells in one launch and in five; 32 heads of queries, 8 of keys and values. --portable takes the kernels for any card instead of
 those for this one. Needs a GPU with 8 GiB free.
 """
 
@@ -109,8 +108,8 @@ class Problem:
         q, out, state = self.q.rows(ubatch), self.out.rows(ubatch), self.state.view(state_shape(ubatch, self.layer))
         for begin, end in runs:
             run, scale = PageRun(self.pool, self.pool.shape[0], begin, begin, end - begin), self.layer.key_dim**-0.5
-            ends: dict[str, Any] = {"first": begin == 0, "last": end == runs[-1][1]}
-            self.backend.attend_tile(q, position, run, self.layer, self.page, scale, state, self.scratch, **ends, out=out)
+            last = end == runs[-1][1]
+            self.backend.attend_tile(q, position, run, self.layer, self.page, scale, state, self.scratch, last=last, out=out)
 
 
 def make_problem(backend: CudaBackend, dim: int) -> Problem:

@@ -330,22 +330,24 @@ class HostBackend:
         state: HostArray,
         scratch: HostArray,
         *,
-        first: bool,
         last: bool,
         out: HostArray,
     ) -> None:
         scratch.values[...] = 0xFF  # what another backend leaves there is no pages
         saved = state.values[: q.shape[0]].reshape(q.shape[0], layer.num_heads, -1)
         walk_out, walk_sum, walk_max = saved[..., : layer.value_dim], saved[..., layer.value_dim], saved[..., layer.value_dim + 1]
-        if first:
-            walk_out[...], walk_sum[...], walk_max[...] = 0, 0, -np.inf
+        at, run_begin = np.arange(q.shape[0]) + position.values[0], run.first_page * page.page_cells
+        first_cell = np.maximum(at + 1 - layer.sliding_window, 0) if layer.sliding_window else np.zeros_like(at)
+        begins = first_cell >= run_begin
+        walk_out[begins], walk_sum[begins], walk_max[begins] = 0, 0, -np.inf
         running = (walk_out, walk_sum, walk_max)
         for _, part in self._page_parts(q, position, run, layer, page, scale):
             running = reference.advance_state(running, part)
         walk_out[...], walk_sum[...], walk_max[...] = running
-        if last:
-            attended = walk_out / np.where(walk_sum > 0, walk_sum, 1)[..., None]
-            out.values[...] = _out_of_frame(attended, page.value_rotated).reshape(q.shape[0], -1)
+        ends = (at >= run_begin) & (at < run_begin + run.num_pages * page.page_cells)
+        if ends.any():
+            attended = walk_out[ends] / np.where(walk_sum > 0, walk_sum, 1)[ends, :, None]
+            out.values[ends] = _out_of_frame(attended, page.value_rotated).reshape(-1, out.shape[1])
 
     def _page_parts(self, q: HostArray, position: HostArray, run: PageRun, layer: LayerConfig, page: PageFormat, scale: float) -> Any:
         queries = q.values.reshape(q.shape[0], layer.num_heads, layer.key_dim)

@@ -190,16 +190,11 @@ class Operations(ABC):
         state: DeviceArray,
         scratch: DeviceArray,
         *,
-        first: bool,
         last: bool,
         out: DeviceArray,
     ) -> None:
         for part in self._unpacked(run, page, scratch) if page.coded else (run,):
-            begins, ends = part.first_page == run.first_page, part.first_page + part.num_pages == run.first_page + run.num_pages
-            flags = {"first": first and begins, "last": last and ends}
-            attn_prefill.attend_tile(
-                self.launcher, q, position, part, layer, page.unpacked if page.coded else page, scale, state, out=out, **flags
-            )
+            attn_prefill.attend_tile(self.launcher, q, position, part, layer, page.unpacked if page.coded else page, scale, state, out)
         if last and page.value_rotated:
             turn_back.turn_back(self.launcher, out, layer)
 

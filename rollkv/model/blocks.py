@@ -35,21 +35,20 @@ def _attend_one(model: Model, step: Step, index: int, projected: Projected) -> A
 
 def _attend_many(model: Model, step: Step, index: int, projected: Projected) -> Array:
     """Prefill: appends; then query tiles walk the pages from old to new, their running state carried from run to run, and turn anew where another
-    band of pages begins. The last launch alone writes what was attended, f32 [T, H*Dv], so it takes the array of what was projected."""
+    band of pages begins. What was attended, f32 [T, H*Dv], takes the array of what was projected: rows are written from the run on that holds the step's
+    first cell, and the band of its pages is the last."""
     layer, workspace = model.config.layers[index], model.workspace
     tokens = step.num_tokens
     q = workspace["q"].view((tokens, layer.num_heads * layer.key_dim))
     out = workspace["qkv"].view((tokens, layer.num_heads * layer.value_dim))
     state = workspace["attention.state"].view(state_shape(tokens, layer))
     turned = model.cache.append(index, projected, step.position_array, step.position, q)
-    first = True
     scale, scratch = model.config.attention_scale, workspace["attention.unpacked"]
     for run, page, band, last in model.cache.walk(index):
         if band != turned:
             model.backend.queries(projected, page, band, q)
             turned = band
-        model.backend.attend_tile(q, step.position_array, run, layer, page, scale, state, scratch, first=first, last=last, out=out)
-        first = False
+        model.backend.attend_tile(q, step.position_array, run, layer, page, scale, state, scratch, last=last, out=out)
     return out
 
 

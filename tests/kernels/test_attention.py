@@ -384,14 +384,17 @@ def run_prefill(
 ) -> np.ndarray:
     """out [T, H*Dv] of queries at position on, over the cache's pages that hold cells up to the last query's."""
     num_tokens = q.shape[0]
-    state = poisoned(cuda, "state", state_shape(num_tokens, layer))
+    rows, columns = state_shape(num_tokens, layer)
+    guarded = poisoned(cuda, "state", (rows + 8, columns))
+    state = guarded.rows(rows)
     out = poisoned(cuda, "out", (num_tokens, layer.num_heads * layer.value_dim))
     at, queries = cuda.upload("position", np.array([position], np.int32)), cuda.upload("q", q)
     scratch = cuda.empty("unpacked", (cache.page.unpacked.page_bytes,), "u8")
     runs = cache.runs(pools, cuts)
     for i, run in enumerate(runs):
-        ends = {"first": i == 0, "last": i + 1 == len(runs)}
-        cuda.attend_tile(queries, at, run, layer, cache.page, scale, state, scratch, **ends, out=out)
+        last = i + 1 == len(runs)
+        cuda.attend_tile(queries, at, run, layer, cache.page, scale, state, scratch, last=last, out=out)
+    assert np.isnan(cuda.read(guarded)[rows:]).all(), "state was written behind its end"
     return cuda.read(out)
 
 
@@ -476,6 +479,11 @@ def test_every_head_has_one_block_in_decode() -> None:
             shapes = [attn_decode.mma_shape(dim, group, 8, parts) for parts in (1, 16, 17, 1000)]
             assert {(ours.heads, ours.chunks) for ours in shapes} == {(shape.heads, shape.chunks)}
             assert [ours.warps for ours in shapes][::3] == [8, 4] and shapes[0] == shapes[1]
+
+
+def test_states_are_whole_groups_of_rows() -> None:
+    layer = make_layer(6, 2, 64, 80)
+    assert [state_shape(rows, layer) for rows in (1, 7, 8, 9, 4095)] == [(rows, 6 * 88) for rows in (8, 8, 8, 16, 4096)]
 
 
 def test_merge_covers_all_columns() -> None:
@@ -565,10 +573,9 @@ def test_wrong_shapes_are_refused() -> None:
         with pytest.raises(KernelError, match=message):
             attn_decode.attend_step(launcher, **operands)
     with pytest.raises(KernelError, match="state must be"):
-        attn_prefill.attend_tile(launcher, q, position, run, layer, page, 1.0, q, first=True, last=True, out=q)
+        unpadded = DeviceArray(4096, (1, 6 * 72), "f32")
+        attn_prefill.attend_tile(launcher, q, position, run, layer, page, 1.0, unpadded, q)
     with pytest.raises(KernelError, match="the pool must be"):
-        attn_prefill.attend_tile(
-            launcher, q, position, run, layer, PageFormat(2, 64, 64, "f16", "f16", 64), 1.0, state, first=True, last=True, out=q
-        )
+        attn_prefill.attend_tile(launcher, q, position, run, layer, PageFormat(2, 64, 64, "f16", "f16", 64), 1.0, state, q)
     with pytest.raises(KernelError, match="multiple of 16"):
         attn_prefill.spec("f16", "f16", 72, 64)

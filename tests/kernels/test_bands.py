@@ -145,8 +145,8 @@ def test_prefill_turns_its_queries_where_a_band_ends(cuda: Any, case: tuple[Any,
             if band != turned:
                 cuda.queries(projected, page, band, q)
                 turned = band
-            ends = {"first": number == 0, "last": number + 1 == len(runs)}
-            cuda.attend_tile(q, at, run, layer, page, scale, state, scratch, **ends, out=out)
+            last = number + 1 == len(runs)
+            cuda.attend_tile(q, at, run, layer, page, scale, state, scratch, last=last, out=out)
         return cuda.read(out)
 
     out = attended(())

@@ -58,8 +58,8 @@ def test_pages_are_attended_as_f16_pages(cuda: Any, case: tuple[Any, ...]) -> No
         whole = PageRun(cuda.upload("pool", pool), slots, first_slot, 0, num_pages)
         for part in (whole.part(0, cut), whole.part(cut, num_pages - cut)):
             if part.num_pages:
-                ends = {"first": part.first_page == 0, "last": part.first_page + part.num_pages == num_pages}
-                cuda.attend_tile(queries, at, part, layer, form, scale, state, scratch, **ends, out=out)
+                last = part.first_page + part.num_pages == num_pages
+                cuda.attend_tile(queries, at, part, layer, form, scale, state, scratch, last=last, out=out)
         return np.asarray(cuda.read(out))
 
     wanted = run(halves, page.unpacked, 0, 0)
@@ -85,4 +85,4 @@ def test_scratch_without_room_for_a_page_is_refused(cuda: Any) -> None:
     scratch = cuda.empty("scratch", (page.unpacked.page_bytes - 1,), "u8")
     q, at, layer = x.view((2, 2 * 64)), cuda.empty("position", (1,), "i32"), make_layer(2, 1, 64, 64)
     with pytest.raises(KernelError, match="hold no page of 16384"):
-        cuda.attend_tile(q, at, PageRun(pool, 1, 0, 0, 1), layer, page, 1.0, x, scratch, first=True, last=True, out=q)
+        cuda.attend_tile(q, at, PageRun(pool, 1, 0, 0, 1), layer, page, 1.0, x, scratch, last=True, out=q)

@@ -3,7 +3,6 @@ csrc/attn_prefill_mma.cu (any card) and csrc/attn_prefill_wgmma.cu (sm_90a)."""
 
 from dataclasses import replace
 from functools import cache
-from math import prod
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -16,7 +15,6 @@ from rollkv.cuda.nvrtc import ARCHS, KernelError, KernelSpec, capability_of
 from rollkv.workspace import state_shape
 
 _CELLS = 32  # of a block of work of the float32 kernel
-_FIRST, _LAST = 1, 2
 
 Variant = Literal["wgmma", "mma", "float32"]
 
@@ -162,14 +160,6 @@ def attend_tile_flops(visible_pairs: int, layer: LayerConfig) -> int:
     return 2 * visible_pairs * (layer.key_dim + layer.value_dim) * layer.num_heads
 
 
-def attend_tile_bytes(num_tokens: int, num_cells: int, layer: LayerConfig, page: PageFormat, *, first: bool, last: bool) -> int:
-    """Bytes of device memory that must move at least: queries, num_cells cells once, state in and out, output."""
-    rows = num_tokens * layer.num_heads
-    states = (not first) + (not last)
-    floats = rows * (layer.key_dim + last * layer.value_dim) + states * prod(state_shape(num_tokens, layer))
-    return floats * 4 + num_cells * (page.page_bytes // page.page_cells)
-
-
 def attend_tile(
     launcher: Launcher,
     q: DeviceArray,
@@ -179,15 +169,13 @@ def attend_tile(
     page: PageFormat,
     scale: float,
     state: DeviceArray,
-    *,
-    first: bool,
-    last: bool,
     out: DeviceArray,
 ) -> None:
-    """Walks the pages of `run` for T query rows; out = softmax(scale q K) V over the cells up to position[0] + t once `last` has been seen.
+    """Walks the pages of `run` for T query rows, all runs that they see from old to new in as many calls: out = softmax(scale q K) V over the cells up to
+    position[0] + t, and within the layer's window.
 
-    q: f32 [T, H*Dk]; position: i32 [1]; state: f32 state_shape(T, layer), opaque, the same from `first` to `last`; out: f32 [T, H*Dv], written by
-    the last call alone. Moves attend_tile_bytes. Raises KernelError on other shapes.
+    q: f32 [T, H*Dk]; position: i32 [1]; state: f32 state_shape(T, layer), opaque, of any content before a row's first visible cell, the same in all
+    calls; out: f32 [T, H*Dv], a row of it written by the call that walks the last cell of its tile. Raises KernelError on other shapes.
     """
     num_tokens = q.shape[0]
     check_array("attend_tile", "q", q, (num_tokens, layer.num_heads * layer.key_dim), "f32")
@@ -225,7 +213,6 @@ def attend_tile(
         np.int32(run.num_pages),
         np.int32(cells),
         np.int32(layer.sliding_window or 0),
-        np.int32(_FIRST * first + _LAST * last),
         np.float32(scale),
         shared_bytes=shape.shared_bytes,
     )

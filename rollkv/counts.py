@@ -69,13 +69,34 @@ def parse_percentage(text: str, option: str) -> float:
 def parse_sizes(text: str, option: str, steps: int, *, zero: bool = False) -> tuple[int, ...]:
     """Bytes from "6,5,4GiB", or `steps` of them from "4..6GiB" in the order it is written in; a bare number takes the unit of the last
     one, MiB without any. Raises UsageError, also for a size of nothing unless `zero`."""
-    words = [word.strip() for word in text.split("..")] if is_range(text) else split_list(text, option)
-    if is_range(text) and (len(words) != 2 or not all(words)):
+    if not is_range(text):
+        return parse_size_list(text, option, zero=zero)
+    words = [word.strip() for word in text.split("..")]
+    if len(words) != 2 or not all(words):
         raise UsageError(f"{option}: cannot read the range {text!r}; write it as 4..6GiB")
-    unit = _UNIT.search(words[-1])
-    bare = parse_size(f"1{unit[0]}", option) if unit else MIB
-    sizes = tuple(0 if zero and _is_nothing(word, option) else parse_size(word, option, bare_unit=bare) for word in words)
-    return spread_evenly(sizes[0], sizes[1], steps) if is_range(text) else sizes
+    first, last = _sizes(words, option, zero)
+    return spread_evenly(first, last, steps)
+
+
+def parse_size_list(text: str, option: str, *, zero: bool = False) -> tuple[int, ...]:
+    """As parse_sizes, of a list alone."""
+    return _sizes(split_list(text, option), option, zero)
+
+
+def _sizes(words: list[str], option: str, zero: bool) -> tuple[int, ...]:
+    bare = _unit_of(words[-1], option)
+    return tuple(0 if zero and _is_nothing(word, option) else parse_size(word, option, bare_unit=bare) for word in words)
+
+
+def _unit_of(word: str, option: str) -> int:
+    """Bytes of the unit at the end of a size, MiB without any. Raises UsageError, which names the word, for an unknown one."""
+    unit = _UNIT.search(word)
+    if unit is None:
+        return MIB
+    try:
+        return parse_size(f"1{unit[0]}", option)
+    except UsageError:
+        return parse_size(word, option)
 
 
 def is_range(text: str) -> bool:
@@ -93,8 +114,8 @@ def spread_evenly(first: int, last: int, count: int) -> tuple[int, ...]:
 def _is_nothing(word: str, option: str) -> bool:
     """Whether it is 0, alone or in a known unit. Raises UsageError for an unknown one."""
     match = _NOTHING.match(word)
-    if match is not None and match[1]:
-        parse_size(f"1{match[1]}", option)
+    if match is not None:
+        _unit_of(word, option)
     return match is not None
 
 

@@ -121,9 +121,10 @@ def notes(config: ModelConfig, request: DualChunkRequest, changed: ModelConfig, 
         return []
     said = []
     if _declared(config, request) is None and (request.chunk_cells is None or request.local_cells is None):
+        by = f", by the length of {dual.original_context} cells that the model was trained for" if request.chunk_cells is None else ""
         said.append(
-            f"nothing declares dual chunk attention: taking a chunk of {dual.chunk_cells} with {dual.local_cells} local cells, by the length of "
-            f"{dual.original_context} cells that the model was trained for; --dca-chunk and --dca-local say otherwise"
+            f"nothing declares dual chunk attention: taking a chunk of {dual.chunk_cells} with {dual.local_cells} local cells{by}; "
+            "--dca-chunk and --dca-local say otherwise"
         )
     if (yarn := yarn_of(config)) is not None:
         said.append(f"dual chunk attention takes the place of YaRN (factor {yarn.factor:g}): frequencies are the unscaled ones")

@@ -14,8 +14,8 @@ from typing import IO
 
 import numpy as np
 
-from rollkv.errors import LogitFileError, RollkvError
-from rollkv.whole_file import whole_file
+from rollkv.errors import LogitFileError, RollkvError, UsageError
+from rollkv.whole_file import check_place, whole_file
 
 _RUN = "rollkv_run"
 
@@ -98,6 +98,16 @@ class LogitFile:
 
     def _wrong(self, what: str) -> LogitFileError:
         return LogitFileError(f"{self.path}: {what}; give an .npz as 'rollkv logit-equiv --save' writes it")
+
+
+def check_save(path: Path, named: str) -> None:
+    """Raises UsageError where no logits can be saved, or where another kind of file would be lost. named: the place in the user's words."""
+    check_place(path, named)
+    if path.exists():
+        try:
+            LogitFile(path)
+        except LogitFileError as error:
+            raise UsageError(f"{named}: the file is there already and holds no logits; remove it, or give another name") from error
 
 
 class RowReader:

@@ -162,9 +162,9 @@ def write_gguf(file: GgufFile, out: Path) -> int:
     """
     header, data_start = _header(file)
     total = data_start + sum(round_up(raw_bytes(tensor.qtype, tensor.shape), ALIGNMENT) for tensor in file.tensors.values())
+    check_place(out, str(out))
     if out.exists():
         raise UsageError(f"{out}: the file is there already; remove it, or give another name")
-    check_place(out, str(out))
     if (room := shutil.disk_usage(out.parent).free) < total:
         raise OutOfMemoryError(
             f"{out}: the model takes {format_size(total)}, the disk has room for {format_size(room)}; give another place"

@@ -130,7 +130,7 @@ def _value(text: str, key: str, value: str) -> int | str:
             raise UsageError(f"{text}: the architecture {value!r} is not known for synthetic models; known are {', '.join(ARCHITECTURES)}")
         return value
     if not re.fullmatch(r"[0-9]{1,9}", value):
-        raise UsageError(f"{text}: {key}={value} is no whole number below 1,000,000,000; write one")
+        raise UsageError(f"{text}: {key}={value} is no whole number from 0 to 999,999,999; write one")
     return int(value)
 
 

@@ -458,6 +458,13 @@ def test_a_full_disk_is_said_in_one_line(arguments: list[str]) -> None:
     assert done.stderr == "rollkv: error: the result cannot be written: No space left on device; free space, or send stdout elsewhere\n"
 
 
+@pytest.mark.parametrize("arguments,code", [(["nosuch"], 2), (["info", "/nofile"], 4)])
+def test_a_full_stderr_changes_no_exit_code(arguments: list[str], code: int) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-m", "rollkv", *arguments], stdout=subprocess.PIPE, stderr=full, check=False)
+    assert done.returncode == code
+
+
 def test_a_closed_stdout_is_nobody_listening() -> None:
     command = f"{sys.executable} -m rollkv info {FIXTURES / 'llama.gguf'} >&-"
     done = subprocess.run(command, shell=True, stderr=subprocess.PIPE, text=True, check=False)

@@ -234,6 +234,14 @@ def test_what_is_no_list_is_refused(text):
         parse_sizes(text, "--tail", 8, zero=True)
 
 
+@pytest.mark.parametrize(
+    "text,word", [("0,abc", "abc"), ("0..abc", "abc"), ("0,256,xMiB", "xMiB"), ("8,foo", "foo"), ("0bar,1", "0bar"), ("1,0bar", "0bar")]
+)
+def test_what_is_no_size_is_named_as_it_was_written(text: str, word: str) -> None:
+    with pytest.raises(UsageError, match=f"cannot read the size '{word}'"):
+        parse_sizes(text, "--tail", 8, zero=True)
+
+
 def test_a_cap_of_nothing_is_refused():
     with pytest.raises(UsageError, match="--vram-target"):
         parse_sizes("0,5", "--vram-target", 8)

@@ -16,6 +16,7 @@ import pytest
 import engines
 from rollkv.backend import PageRun
 from rollkv.cli import main as boundary
+from rollkv.cli.equiv_options import sizes
 from rollkv.config import CacheConfig
 from rollkv.errors import CheckFailed, LogitFileError, OutOfMemoryError, UsageError
 from rollkv.host_backend import HostBackend
@@ -462,6 +463,29 @@ def test_an_interrupted_comparison_prints_what_ran(capsys, scratch, monkeypatch)
     assert command("-m", FIXTURES / "llama.gguf", "--tokens", 300, "--windows", "100%,1page", "-o", "json") == 130
     result = json.loads(capsys.readouterr().out)
     assert result["passed"] is None and result["interrupted"] and [row["passed"] for row in result["rows"]] == [True]
+
+
+@pytest.mark.parametrize("place", ["model.gguf", "text.txt", "notes.md"])
+def test_no_other_file_is_lost_to_save(capsys: pytest.CaptureFixture[str], tmp_path: Path, place: str) -> None:
+    """The model itself, the text that is read, or whatever is there: refused before anything runs."""
+    model, text = tmp_path / "model.gguf", tmp_path / "text.txt"
+    shutil.copy(FIXTURES / "llama.gguf", model)
+    text.write_text("the river and the mill " * 9)
+    (tmp_path / "notes.md").write_text("notes")
+    before = (tmp_path / place).read_bytes()
+    assert command("-m", model, "--text", text, "--save", tmp_path / place) == 2
+    out = capsys.readouterr()
+    assert out.out == "" and "is there already and holds no logits" in out.err and (tmp_path / place).read_bytes() == before
+
+
+def test_a_short_text_is_fed_one_by_one_altogether(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("-m", FIXTURES / "llama.gguf", "--tokens", 10, "--windows", "1page", "-o", "json") == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert row["rows"] == row["decode_tokens"] == 10
+
+
+def test_a_bare_cap_takes_the_unit_of_the_last() -> None:
+    assert sizes("8,6GiB") == (8 << 30, 6 << 30) and sizes("512,300") == (512 << 20, 300 << 20)
 
 
 def test_text_says_what_failed_and_where_the_first_difference_is(capsys, scratch):

@@ -474,7 +474,8 @@ def test_verdict_needs_at_least_one_found():
 @pytest.mark.parametrize(
     "arguments,words",
     [
-        (("--style", "chat"), "no chat template"),
+        (("--style", "chat"), "--style chat: the model file carries no chat template; use --style completion"),
+        (("--seed", -1), "--seed -1: the value must be from 0 to 2^64 - 1"),
         (("--style", "verse"), "--style 'verse'"),
         (("-c", 1000), "--ctx-size 1000"),
         (("--needle", "One is two."), "--answer"),

@@ -331,6 +331,8 @@ def test_unknown_and_missing_pre_tokenizer():
     with pytest.raises(UnsupportedModelError, match="'made-up'.*--pre-tokenizer.*qwen2"):
         build(byte_level(pre="made-up"))
     assert pieces(build(byte_level(["12"], pre="made-up"), pre_tokenizer="qwen2"), "12") == ["1", "2"]
+    with pytest.raises(UsageError, match="--pre-tokenizer 'made-up' is not known.*qwen2"):
+        build(byte_level(["12"]), pre_tokenizer="made-up")
     missing = build(byte_level(["1234"], pre=None))
     assert pieces(missing, "1234") == pieces(build(byte_level(["1234"], pre="default")), "1234") == ["123", "4"]
     assert any("'default'" in warning and "--pre-tokenizer" in warning for warning in missing.warnings)

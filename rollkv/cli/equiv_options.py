@@ -95,8 +95,7 @@ def check_numbers(noise: float | None, max_kld: float | None, max_nmse: float | 
 
 
 def sizes(text: str | None) -> tuple[int, ...]:
-    """Bytes of the caps of a list, each once. Raises UsageError."""
-    from rollkv.counts import split_list
-    from rollkv.units import parse_size
+    """Bytes of the caps of a list, each once; a bare number takes the unit of the last one. Raises UsageError."""
+    from rollkv.counts import parse_size_list
 
-    return () if text is None else tuple(dict.fromkeys(parse_size(word, "--vram-target") for word in split_list(text, "--vram-target")))
+    return () if text is None else tuple(dict.fromkeys(parse_size_list(text, "--vram-target")))

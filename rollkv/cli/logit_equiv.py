@@ -13,7 +13,6 @@ from rollkv.cli.equiv_options import check_numbers, check_types, sizes, spec_lis
 from rollkv.cli.equiv_text import part_seen, result_text
 from rollkv.config import DEFAULT_UBATCH
 from rollkv.errors import RollkvError, UsageError
-from rollkv.whole_file import check_place
 
 if TYPE_CHECKING:
     from rollkv.engine import Engine
@@ -31,7 +30,9 @@ def logit_equiv(
     tokens: Annotated[
         str | None, typer.Option(metavar="N", help="Tokens of the text, such as 4096 or 4k. Default: all, or 1k of prose.")
     ] = None,
-    decode: Annotated[int, typer.Option(metavar="M", help="Feed the last M tokens one by one, as generation does.")] = 16,
+    decode: Annotated[
+        int | None, typer.Option(metavar="M", help="Feed the last M tokens one by one, as generation does. [16, or all of fewer]")
+    ] = None,
     windows: Annotated[
         str | None,
         typer.Option(metavar="LIST", help="Resident windows to compare: percent of the pages, Npages, or cells. [100%,50%,25%,1page]"),
@@ -69,19 +70,22 @@ def logit_equiv(
         raise UsageError("--reference brings its own tokens and logits; leave out --text, --tokens and --save")
 
     check_numbers(noise, max_kld, max_nmse, min_top1)
-    if save is not None:
-        check_place(save, f"--save {save}")
 
     from rollkv.counts import split_list
+    from rollkv.logit_file import check_save
     from rollkv.metrics import Limits
     from rollkv.models import default_model
     from rollkv.tasks import equiv_specs as equiv
     from rollkv.tasks import generate as task
     from rollkv.tasks.logit_equiv import DEFAULT_NOISE
 
+    if save is not None:
+        check_save(save, f"--save {save}")
     opened = task.open_text_model(model or default_model())
     stored = stored_reference(reference, opened)
     ids = stored.logits.tokens.tolist() if stored else text_ids(opened, text, tokens, save)
+    if decode is None:
+        decode = min(16, len(ids))
     if not 0 <= decode <= len(ids):
         raise UsageError(f"--decode {decode}: the text has {len(ids)} tokens; give a number from 0 to {len(ids)}")
     modes = split_list(dca, "--dca")

@@ -118,8 +118,10 @@ def _dispatch(arguments: Sequence[str]) -> int:
 
 def _fail(arguments: Sequence[str], message: str, kind: str, code: int) -> int:
     line = " ".join(message.split())
-    if sys.stderr is not None:
-        print(f"rollkv: error: {line}", file=sys.stderr)
+    try:
+        print(f"rollkv: error: {line}", file=sys.stderr, flush=True)
+    except OSError:  # a stderr that is full changes no exit code
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     if _wants_json(arguments):
         sys.stdout.write(json.dumps({"error": line, "kind": kind, "exit_code": code}) + "\n")
     return code

@@ -85,7 +85,11 @@ DcaList = Annotated[
 ]
 DcaChunk = Annotated[int | None, _count("--dca-chunk", text="The largest distance. Default: as declared, or 3/4 of the trained length.")]
 DcaLocal = Annotated[
-    int | None, _count("--dca-local", text="Newest cells, whose distances are true. Default: as declared, or 1/12 of the chunk.")
+    int | None,
+    _count(
+        "--dca-local",
+        text="Newest cells, whose distances are true. Default: as declared, or 1/12 of the chunk and what the rest has beyond whole pages.",
+    ),
 ]
 RopeOriginalCtx = Annotated[
     int | None,

@@ -69,6 +69,10 @@ def check_request(model: TextModel, request: NeedleRequest) -> None:
     """Raises UsageError for a grid that cannot be asked, with the smallest length that can."""
     if request.style not in get_args(Style):
         raise UsageError(f"--style {request.style!r} is not known; choose completion or chat")
+    if request.style == "chat" and not model.tokenizer.chat_template:
+        raise UsageError("--style chat: the model file carries no chat template; use --style completion")
+    if not 0 <= request.seed < 1 << 64:
+        raise UsageError(f"--seed {request.seed}: the value must be from 0 to 2^64 - 1")
     if not request.lengths or not request.depths:
         raise UsageError("the grid is empty; give at least one of --lengths and one of --depths")
     check_count(request.reply_tokens, "--n-predict")

@@ -390,8 +390,8 @@ class Backend(Protocol):
         """Prefill, T > 1: walks the run's pages, all of the band of q, from old to new and carries the running state exactly from call to call. Query t sees
         cells up to position[0] + t, and within layer.sliding_window if set. A row's state begins with the call whose run holds its first visible cell, and
         out f32 [T, H*Dv] takes its result no sooner than in the call whose run holds its last; behind the `last` call of a step all rows are there.
-        state f32 workspace.state_shape(T, layer): opaque, in a layout of the backend's own. scratch u8 [n], of any content: holds at least one page in f16 where
-        pages are coded, for a backend that unpacks them before many rows read them."""
+        state f32 workspace.state_shape(T, layer): opaque, in a layout of the backend's own. scratch u8 [n], of any content: holds at least one page in f16
+        where pages are coded, for a backend that unpacks them before many rows read them."""
         ...
 
     def add(self, x: Operand, y: Operand, norm: RmsNorm | None = None) -> None:

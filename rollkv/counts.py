@@ -5,7 +5,7 @@ from operator import index
 from typing import SupportsIndex
 
 from rollkv.errors import UsageError
-from rollkv.units import MIB, parse_size
+from rollkv.units import MIB, parse_size, unit_bytes
 
 _FACTORS = {"": 1, "k": 1 << 10, "m": 1 << 20}
 LARGEST_COUNT = 1 << 40  # beyond any cache; all arithmetic with it is exact and ends
@@ -84,19 +84,9 @@ def parse_size_list(text: str, option: str, *, zero: bool = False) -> tuple[int,
 
 
 def _sizes(words: list[str], option: str, zero: bool) -> tuple[int, ...]:
-    bare = _unit_of(words[-1], option)
-    return tuple(0 if zero and _is_nothing(word, option) else parse_size(word, option, bare_unit=bare) for word in words)
-
-
-def _unit_of(word: str, option: str) -> int:
-    """Bytes of the unit at the end of a size, MiB without any. Raises UsageError, which names the word, for an unknown one."""
-    unit = _UNIT.search(word)
-    if unit is None:
-        return MIB
-    try:
-        return parse_size(f"1{unit[0]}", option)
-    except UsageError:
-        return parse_size(word, option)
+    unit = _UNIT.search(words[-1])
+    bare = (unit_bytes(unit[0]) if unit else None) or MIB  # a last word in no known unit is refused as it is read
+    return tuple(0 if zero and _is_nothing(word) else parse_size(word, option, bare_unit=bare) for word in words)
 
 
 def is_range(text: str) -> bool:
@@ -111,12 +101,10 @@ def spread_evenly(first: int, last: int, count: int) -> tuple[int, ...]:
     return tuple(round(first + (last - first) * index / max(count - 1, 1)) for index in range(count))
 
 
-def _is_nothing(word: str, option: str) -> bool:
-    """Whether it is 0, alone or in a known unit. Raises UsageError for an unknown one."""
+def _is_nothing(word: str) -> bool:
+    """Whether it is 0, alone or in a known unit."""
     match = _NOTHING.match(word)
-    if match is not None:
-        _unit_of(word, option)
-    return match is not None
+    return match is not None and (not match[1] or unit_bytes(match[1]) is not None)
 
 
 def split_list(text: str, option: str) -> list[str]:

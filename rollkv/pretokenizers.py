@@ -89,14 +89,14 @@ _FAMILIES: tuple[tuple[tuple[str, ...], PreTokenizer], ...] = (
 )
 
 PRE_TOKENIZERS: dict[str, PreTokenizer] = {name: family for names, family in _FAMILIES for name in names}
+KNOWN_NAMES = ", ".join(sorted(PRE_TOKENIZERS))
 
 
 def find_pre_tokenizer(name: str) -> PreTokenizer:
     """The family called `name`. Raises UnsupportedModelError for a name that is not in the table."""
     if name not in PRE_TOKENIZERS:
-        known = ", ".join(sorted(PRE_TOKENIZERS))
         raise UnsupportedModelError(
             f"the pre-tokenizer {name[:60]!r} is not known, so text would be cut into the wrong tokens; "
-            f"choose the one that fits with --pre-tokenizer NAME; known are {known}"
+            f"choose the one that fits with --pre-tokenizer NAME; known are {KNOWN_NAMES}"
         )
     return PRE_TOKENIZERS[name]

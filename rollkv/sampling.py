@@ -41,11 +41,17 @@ def check_sampling(params: SamplingParams) -> None:
         ("--min-p", params.min_p, 0 <= params.min_p <= 1, "between 0 (off) and 1, such as 0.05"),
         ("--repeat-penalty", params.repeat_penalty, 1e-30 <= params.repeat_penalty <= 1e30, "from 1e-30 to 1e30 (1 is off), such as 1.1"),
         ("--repeat-last", params.repeat_last, params.repeat_last >= 0, "0 (off) or more, such as 64"),
-        ("--seed", params.seed, 0 <= params.seed < 1 << 64, "from 0 to 2^64 - 1"),
     )
     for option, value, sound, wanted in rules:
         if not sound:  # NaN fails every comparison, so it ends here too
             raise UsageError(f"{option} {value}: the value must be {wanted}")
+    check_seed(params.seed)
+
+
+def check_seed(seed: int) -> None:
+    """Raises UsageError for a seed that split_mix.py does not take."""
+    if not 0 <= seed < 1 << 64:
+        raise UsageError(f"--seed {seed}: the value must be from 0 to 2^64 - 1")
 
 
 def choose(logits: np.ndarray, history: Sequence[int] | np.ndarray, params: SamplingParams, position: int) -> int:

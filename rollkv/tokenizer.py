@@ -19,7 +19,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 
 from rollkv.errors import ModelFileError, UsageError
-from rollkv.pretokenizers import DEFAULT, PRE_TOKENIZERS, PreTokenizer, find_pre_tokenizer
+from rollkv.pretokenizers import DEFAULT, KNOWN_NAMES, PRE_TOKENIZERS, PreTokenizer, find_pre_tokenizer
 from rollkv.score_merge import Memo, ScoreMerger
 from rollkv.vocabulary import BYTE_ALPHABET, SPACE, TokenType, Vocabulary, read_vocabulary, split_merges
 
@@ -294,7 +294,7 @@ def _unspeakable(char: str) -> UsageError:
 
 def _family(metadata: Mapping[str, object], override: str | None, warnings: list[str]) -> PreTokenizer:
     if override is not None and override not in PRE_TOKENIZERS:
-        raise UsageError(f"--pre-tokenizer {override[:60]!r} is not known; known are {', '.join(sorted(PRE_TOKENIZERS))}")
+        raise UsageError(f"--pre-tokenizer {override[:60]!r} is not known; known are {KNOWN_NAMES}")
     name = metadata.get("tokenizer.ggml.pre") if override is None else override
     if name is None:
         warnings.append(

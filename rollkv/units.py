@@ -26,13 +26,18 @@ _LARGEST_SIZE = 1 << 62  # beyond any memory; all arithmetic with it is exact
 _SIZE = re.compile(r"\s*([0-9]{1,15}(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*\Z")
 
 
+def unit_bytes(unit: str) -> int | None:
+    """Bytes of "GiB", "G", "GB" and their like, in any case; None: no unit."""
+    return _UNITS.get(unit.lower())
+
+
 def parse_size(text: str, option: str, *, bare_unit: int = MIB) -> int:
     """Bytes from "6GiB" or "6G" (2^30), "6GB" (1e9), "512MiB", or a bare number counted in `bare_unit` bytes.
 
     Raises UsageError on anything else, zero and more than any memory included.
     """
     match = _SIZE.match(text)
-    unit = bare_unit if match and not match[2] else _UNITS.get(match[2].lower()) if match else None
+    unit = bare_unit if match and not match[2] else unit_bytes(match[2]) if match else None
     if match is None or unit is None:
         raise UsageError(
             f"{option}: cannot read the size {text!r}; write a number of MiB, or a number with MiB, GiB, MB or GB, such as 6GiB"

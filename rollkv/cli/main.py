@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import pairwise
-from typing import Annotated
+from typing import Annotated, TextIO
 
 import typer
 
@@ -121,7 +121,7 @@ def _fail(arguments: Sequence[str], message: str, kind: str, code: int) -> int:
     try:
         print(f"rollkv: error: {line}", file=sys.stderr, flush=True)
     except OSError:  # a stderr that is full changes no exit code
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+        sys.stderr = _nobody()
     if _wants_json(arguments):
         sys.stdout.write(json.dumps({"error": line, "kind": kind, "exit_code": code}) + "\n")
     return code
@@ -153,12 +153,17 @@ def _environment() -> dict[str, object]:
         return {"rollkv": __version__, "error": f"{type(error).__name__}: {error}"}
 
 
+def _nobody() -> TextIO:
+    """A stream that nobody reads."""
+    return open(os.devnull, "w")  # lives as long as the process
+
+
 def _accept_any_text() -> None:
     """A terminal that cannot show a character gets its escape instead of a crash; a closed stream is as good as nobody listening."""
     if sys.stdout is None:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (lives as long as the process)
+        sys.stdout = _nobody()
     if sys.stderr is None:
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+        sys.stderr = _nobody()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")

@@ -12,6 +12,7 @@ from typing import Literal, get_args
 from rollkv.counts import check_count
 from rollkv.errors import UsageError
 from rollkv.prose import Draws, endless_paragraphs, paragraphs
+from rollkv.sampling import check_seed
 from rollkv.tasks.answers import holds
 from rollkv.tasks.generate import TextModel, TextRequest, build_prompt
 
@@ -71,8 +72,7 @@ def check_request(model: TextModel, request: NeedleRequest) -> None:
         raise UsageError(f"--style {request.style!r} is not known; choose completion or chat")
     if request.style == "chat" and not model.tokenizer.chat_template:
         raise UsageError("--style chat: the model file carries no chat template; use --style completion")
-    if not 0 <= request.seed < 1 << 64:
-        raise UsageError(f"--seed {request.seed}: the value must be from 0 to 2^64 - 1")
+    check_seed(request.seed)
     if not request.lengths or not request.depths:
         raise UsageError("the grid is empty; give at least one of --lengths and one of --depths")
     check_count(request.reply_tokens, "--n-predict")
